@@ -30,7 +30,7 @@ from liger_kernel.transformers.logits import Logits, computed, traceable
 from liger_kernel.transformers.lora import casting_once, follow
 from liger_kernel.transformers.model import loss_utils, output_classes
 from liger_kernel.transformers.patching.families import CausalLM
-from liger_kernel.transformers.patching.place import Edits, replace_class
+from liger_kernel.transformers.patching.place import Edits, names_in, replace_class
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_parallel_loss
 from liger_kernel.utils import warn_once
 
@@ -99,11 +99,6 @@ def no_logits_of(forward, spec: CausalLM) -> str | None:
         return "its forward makes no loss from logits"
     name = spec.head.partition(".")[0]
     return None if name in names_in(forward) else f"its forward has no {name}"
-
-
-def names_in(forward) -> set[str]:
-    """The attributes and globals that a forward's code names."""
-    return set(getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from liger_kernel.transformers.head import head_linears
-from liger_kernel.transformers.patching.place import with_globals
+from liger_kernel.transformers.patching.place import names_in, with_globals
 
 
 class Logits:
@@ -168,15 +168,16 @@ _nn = _with(nn, CrossEntropyLoss=_cross_entropy_loss, functional=_with(nn.functi
 def traceable(forward):
     """A copy of a forward that torch's compiler traces with a promise of logits, or the forward where that one does.
 
-    The compiler has rules of its own for torch.nn.CrossEntropyLoss and torch.nn.functional.tanh, which take tensors
-    alone. The copy calls functions for which the compiler asks `__torch_function__`.
+    The compiler has special rules for torch.nn.CrossEntropyLoss and torch.nn.functional.tanh, which take tensors alone.
+    The copy calls functions for which the compiler asks `__torch_function__`.
     """
-    inner = inspect.unwrap(forward)
-    if not {"CrossEntropyLoss", "tanh"} & {*getattr(getattr(inner, "__code__", None), "co_names", ())}:
+    names = names_in(forward)
+    if not names & {"CrossEntropyLoss", "tanh"}:
         return forward
+    found = inspect.unwrap(forward).__globals__
     known = {"CrossEntropyLoss": (nn.CrossEntropyLoss, _cross_entropy_loss), "nn": (nn, _nn)}
-    names = {name: ours for name, (torchs, ours) in known.items() if inner.__globals__.get(name) is torchs}
-    return with_globals(forward, names) or forward
+    changed = {name: ours for name, (torchs, ours) in known.items() if name in names and found.get(name) is torchs}
+    return changed and with_globals(forward, changed) or forward
 
 
 def computed(x):

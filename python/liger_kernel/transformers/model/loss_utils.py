@@ -217,8 +217,8 @@ def ours_of(model):
     So is one whose type of loss transformers does not know, as a BertForPreTraining. Its property would say so in a
     warning, which nobody has asked for and which breaks a compiler's graph.
     """
-    inherited = getattr(type(model), "loss_function", None) is PreTrainedModel.loss_function
-    given = not inherited or hasattr(model, "_loss_function")
-    if not given and getattr(model, "loss_type", None) not in standard.LOSS_MAPPING:
-        return ours_for(standard.LOSS_MAPPING["ForCausalLM"])
+    if getattr(model, "loss_type", None) not in standard.LOSS_MAPPING:
+        inherited = getattr(type(model), "loss_function", None) is PreTrainedModel.loss_function
+        if inherited and not hasattr(model, "_loss_function"):
+            return ours_for(standard.LOSS_MAPPING["ForCausalLM"])
     return ours_for(getattr(model, "loss_function", causal_lm_loss))

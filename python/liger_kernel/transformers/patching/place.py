@@ -236,6 +236,11 @@ def redecorated(function, make):
     return new
 
 
+def names_in(function) -> set[str]:
+    """The attributes and globals that the code of a function names, or that of what its decorators wrap."""
+    return set(getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ()))
+
+
 def with_globals(function, names: dict):
     """A copy of `function`, or of what its decorators wrap, that has `names` among its globals; None if it has none."""
 
