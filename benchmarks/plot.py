@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cards
+import misses
 import pictures
 from provenance import provenance, read, results
 from tables import (
@@ -173,8 +174,6 @@ TABLES = (
     Table("memory.md", "weights_fit", "e2e-fits-{card}.json", what_fits),
     Table("graphs.md", "small", "e2e-small-{card}.json", lambda r: in_turns(with_graphs(r), "plain", **SMALL)),
 )  # fmt: skip
-#: Tables of numbers whose results are not kept as files: (page, heading).
-TYPED = (("cpp.md", "Compared with Python"), ("performance.md", "What misses its goal, and why"))
 
 
 def anchor(heading: str) -> str:
@@ -182,7 +181,7 @@ def anchor(heading: str) -> str:
 
 
 def measured() -> str:
-    """Of each table: its page, card, date, commit and result; then the tables without one."""
+    """Of each table: its page, card, date, commit and result."""
     lines = []
     for each in TABLES:
         of, text = provenance(each.file), (DOCS / each.page).read_text().split(f"<!-- {each.name} -->")[0]
@@ -190,19 +189,14 @@ def measured() -> str:
         link = f"[{heading}]({each.page if each.page != 'performance.md' else ''}#{anchor(heading)})"
         lines.append([link, each.name, of.card.upper(), of.date, of.commit, of.link])
     headers = ["section", "table", "card", "date", "commit", "result"]
-    links = [f"[{heading}]({page if page != 'performance.md' else ''}#{anchor(heading)})" for page, heading in TYPED]
-    return (
-        tabulate(lines, headers, tablefmt="github", disable_numparse=True)
-        + "\n\nThe results of these tables were not kept: "
-        + ", ".join(links)
-        + "."
-    )
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
 def filled() -> dict[str, str]:
     """Page -> its text with every table as the results have it."""
     made = {(each.page, each.name): each.lines for each in TABLES}
     made |= {("cards.md", "cards"): cards.cards(), ("families.md", "gains"): cards.gains()}
+    made["performance.md", "misses"] = misses.missed(newest)
     made["performance.md", "tables"] = measured()
     pages = {page: (DOCS / page).read_text() for page, _ in made}
     for (page, name), lines in made.items():

@@ -130,6 +130,8 @@ def parts_of(run: Run, name: str, args) -> Iterator[Part]:
 def merged(reports: list[dict]) -> dict:
     """The parts of a result as one: its rows, one after another, or its families."""
     first = reports[0]
+    if "cpp" in first:  # of train_cpp.py
+        return first
     if "rows" not in first:  # of train.py
         return {report["settings"]["family"]: report for report in reports}
     differ = [name for name in ("cap_gb", "date") if len({report["machine"].get(name) for report in reports}) > 1]

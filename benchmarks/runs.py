@@ -98,6 +98,9 @@ RUNS = {
         for family in (*MEASURED, *EXPERT_FAMILIES)
     ), 8, "--family llama --device cpu --batch 1 --length 32 --steps 9 --noise-steps 9", ("gpu", "cpu"),
         writes="train.json"),
+    "cpp": Run("cpp-{card}.json", "examples/train_cpp.py", ("--steps 20 --noise-steps 6",), 10,
+        "--device cpu --config tiny --batch 1 --length 32 --steps 9 --noise-steps 9", ("gpu", "cpu"),
+        writes="train-cpp.json"),
     "e2e": Run("e2e-{card}.json", E2E, (
         *(f"--models llama-1b --lengths {lengths} {FULL}" for lengths in ("512,1024,2048", "4096,8192", "16384,32768")),
         *(f"--models {model} --lengths 2048,8192 {FULL}" for model in ("gemma2-2b", "llama-3b", "qwen3-1.7b")),
@@ -138,7 +141,7 @@ RUNS = {
     ), 10, TINY_E2E + " --no-checkpointing --arms plain,ours,ours+packed"),
     "e2e-masked": Run("e2e-masked-{card}.json", E2E, tuple(
         f"--models modernbert-base --batch {batch} --lengths {length} --gpus 1 --no-checkpointing "
-        "--arms plain,plain+compile,ours,ours+compile"
+        "--arms plain,plain+compile,ours,ours+compile,ours+adamw+graph"
         for batch, length in ((32, 512), (4, 8192))
     ), 10, TINY_E2E + " --no-checkpointing"),
     "e2e-small": Run("e2e-small-{card}.json", E2E, tuple(

@@ -417,3 +417,19 @@ def trl_steps(report):
         table.append(line)
     headers = ["method", "model", "a step", *(f"{name}: s, memory" for name in names.values())]
     return tabulate(table, headers, tablefmt="github", disable_numparse=True)
+
+
+def in_cpp(report):
+    """The same training in Python, patched, and in C++."""
+    settings, sides = report["settings"], (report["python"], report["cpp"])
+    what = f"{settings['steps']} steps of {settings['batch']} x {settings['length']:,} tokens, {settings['dtype']}"
+    parameters = f"Llama with {report['python']['parameters'] / 1e6:,.0f} M parameters"
+    forms = {
+        "tokens per second": lambda run: f"{run['tokens_per_second']:,.0f}",
+        "peak memory": lambda run: f"{run['peak_bytes'] / 2**30:.2f} GiB",
+        "from start to the first step": lambda run: f"{run['startup_seconds']:.1f} s",
+    }
+    lines = [[name, *map(form, sides)] for name, form in forms.items()]
+    differ = f"{report['difference']:.1e}; allowed is {report['limit']:.1e}"
+    lines.append([f"losses of the first {settings['noise_steps']} steps differ by", differ, ""])
+    return tabulate(lines, [f"{parameters}, {what}", "Python", "C++"], tablefmt="github", disable_numparse=True)

@@ -100,7 +100,8 @@ def main():
     stray = comparison.compare(plain["losses"], plain["losses"], noise["losses"], eps, tokens)
     differences = [abs(a - b) for a, b in zip(python["losses"], cpp["losses"], strict=True)]
     difference = max(differences[: args.noise_steps])
-    report = {"python": python, "cpp": cpp, "difference": difference,
+    settings = {name: getattr(args, name) for name in ("config", "batch", "length", "steps", "noise_steps", "dtype")}
+    report = {"python": python, "cpp": cpp, "difference": difference, "settings": settings,
               "machine": comparison.machine(args.device, sources=ROOT),
               "difference_of_all_steps": max(differences), "limit": stray["limit"]}  # fmt: skip
 

@@ -25,7 +25,8 @@ def _output(*command):
 MEASURED = (
     "liger", "python", "cmake", "CMakeLists.txt", ":(glob)benchmarks/*.py",
     *(f":!benchmarks/{name}.py"
-      for name in ("cards", "history", "pictures", "plot", "provenance", "run_all", "runs", "scheduler", "tables")),
+      for name in ("cards", "history", "misses", "pictures", "plot", "provenance", "run_all", "runs", "scheduler",
+                   "tables")),
 )  # fmt: skip
 
 
