@@ -7,13 +7,15 @@ import torch
 from liger_kernel.operators.attention import attention_with_sinks, rows
 
 
-def eager(q, k, v, sinks, boundaries, window):
+def eager(q, k, v, sinks, boundaries, window, causal=True):
     """The formula with all scores: [tokens, Hq, D]."""
     places = torch.arange(q.shape[0], device=q.device)
     document = torch.bucketize(places, boundaries[1:].long(), right=True)
-    seen = (places <= places[:, None]) & (document == document[:, None])
+    seen = document == document[:, None]
+    if causal:
+        seen &= places <= places[:, None]
     if window:
-        seen &= places > places[:, None] - window
+        seen &= (places - places[:, None]).abs() < window
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -36,11 +38,11 @@ def passes(function, inputs):
     return y.detach(), *torch.autograd.grad(y, [x for x in inputs if x is not None], dy)
 
 
-def sink_terms(y, inputs, boundaries, window):
+def sink_terms(y, inputs, boundaries, window, causal):
     """exp(s - l') dy y [tokens, Hq, D], whose negative sum is a sink's gradient."""
     q, k, v, sinks = (x.detach().double() for x in inputs)
     ones = torch.ones_like(v)
-    taken = 1 - eager(q, k, ones, sinks, boundaries, window)[..., :1]  # the weight of the sink
+    taken = 1 - eager(q, k, ones, sinks, boundaries, window, causal)[..., :1]  # the weight of the sink
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device, inputs[0].dtype)
     return taken * dy.double() * y
 
@@ -55,23 +57,25 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("heads, groups, width", [(4, 4, 16), (8, 2, 64), (3, 1, 128)])
-def test_error_at_most_that_of_all_scores(device, dtype, window, heads, groups, width):
+@pytest.mark.parametrize("causal", [True, False])
+def test_error_at_most_that_of_all_scores(device, dtype, window, heads, groups, width, causal):
     """1.1 times the error of eager attention in the same dtype, and one rounding: the result is rounded twice, with and
     without the sink. Sums of D products and of 70 tokens err as the square root of their number."""
     if device == "cuda" and dtype.itemsize > 2:
         dtype = torch.bfloat16
     ends = torch.tensor([0, 7, 8, 43, 70], dtype=torch.int32, device=device)
     inputs = tensors(70, heads, groups, width, dtype, device)
-    exact = passes(lambda *x: eager(*x, ends, window), [x.detach().double().requires_grad_() for x in inputs])
-    plain = passes(lambda *x: eager(*x, ends, window), inputs)
-    found = passes(lambda q, k, v, s: attention_with_sinks(q, k, v, s, ends, 35, window), inputs)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact = passes(lambda *x: eager(*x, ends, window, causal), wide)
+    plain = passes(lambda *x: eager(*x, ends, window, causal), inputs)
+    found = passes(lambda *x: attention_with_sinks(*x, ends, 35, window, causal=causal), inputs)
     sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (width + 70) ** 0.5
     once = torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0.0
     for ours, theirs, truth in zip(found[:-1], plain[:-1], exact[:-1], strict=True):
         assert ours.dtype is dtype
         assert error(ours, truth) <= math.hypot(1.1 * error(theirs, truth), once) + sums
     # A sink's gradient is a sum over tokens and columns that cancels: each term of it is rounded.
-    parts = sink_terms(exact[0], inputs, ends, window)
+    parts = sink_terms(exact[0], inputs, ends, window, causal)
     bound = torch.finfo(dtype).eps * (
         exact[-1].abs() + 4 * parts.square().sum((0, 2)).sqrt()
     ) / 2 + sums * parts.abs().sum((0, 2))
@@ -120,14 +124,16 @@ def test_one_token_and_an_empty_document(device):
 
 
 @pytest.mark.parametrize("window", [None, 32])
-def test_whole_rows(device, window):
+@pytest.mark.parametrize("causal", [True, False])
+def test_whole_rows(device, window, causal):
     """Documents of one length need no boundaries; on a GPU cuDNN's kernels may take them."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = tensors(3 * 32, 8, 2, 64, dtype, device)
     ends = rows(3, 32, device)
-    found = passes(lambda *x: attention_with_sinks(*x, None, 32, window), inputs)
-    other = passes(lambda *x: attention_with_sinks(*x, ends, 32), inputs)
-    exact = passes(lambda *x: eager(*x, ends, None), [x.detach().double().requires_grad_() for x in inputs])
+    found = passes(lambda *x: attention_with_sinks(*x, None, 32, window, causal=causal), inputs)
+    other = passes(lambda *x: attention_with_sinks(*x, ends, 32, causal=causal), inputs)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact = passes(lambda *x: eager(*x, ends, None, causal), wide)
     for ours, theirs, truth in zip(found, other, exact, strict=True):
         assert ours.shape == truth.shape
         assert error(ours, truth) <= 1.5 * error(theirs, truth) + torch.finfo(torch.float32).eps

@@ -55,13 +55,15 @@ class Traced(Exception):
 
 
 def trace(model, batch, patched):
-    """(the operators of this package in the one graph that the compiler makes of a model, or None where it makes more;
-    what ended the run)."""
+    """(the operators of this package, and torch's flash attention, in the one graph that the compiler makes of a model,
+    or None where it makes more; what ended the run)."""
     model(**batch)  # transformers installs hooks under a lock, which the compiler does not follow
     graphs = []
 
     def backend(graph, _):
-        graphs.append([node.target for node in graph.graph.nodes if str(node.target).startswith("liger.")])
+        every = (m for m in graph.modules() if isinstance(m, torch.fx.GraphModule))
+        names = [str(node.target) for module in every for node in module.graph.nodes]
+        graphs.append([name for name in names if name.startswith(("liger.", "aten._flash"))])
         raise Traced
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -96,3 +98,14 @@ def test_types(kind):
     if operators is None:
         raise error
     assert operators
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_windows_of_encoders(patched):
+    """Layers with a window, which tokens of a longer row see, run flash attention; unpatched they get a mask."""
+    batch = {name: value.repeat(1, 8) for name, value in every_type.inputs().items()}
+    model = every_type.model_of("modernbert")
+    windows = model.config.layer_types.count("sliding_attention")
+    assert windows and model.config.sliding_window < batch["input_ids"].shape[1]
+    operators, _ = trace(model, batch, patched)
+    assert operators.count("aten._flash_attention_forward") == windows * patched

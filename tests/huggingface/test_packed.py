@@ -18,9 +18,11 @@ def calls(monkeypatch):
     """The longest document and the window of each call of the attention for documents."""
     found = []
 
-    def attention(q, k, v, sinks, boundaries, longest, window, scale, original=packed.attention_with_sinks):
-        found.append((longest, window))
-        return original(q, k, v, sinks, boundaries, longest, window, scale)
+    original = packed.attention_with_sinks
+
+    def attention(q, k, v, sinks, boundaries, longest, window, scale, causal):
+        found.append((longest, window) if causal else (longest, window, "both sides"))
+        return original(q, k, v, sinks, boundaries, longest, window, scale, causal)
 
     monkeypatch.setattr(packed, "attention_with_sinks", attention)
     return found

@@ -132,13 +132,14 @@ def sinks_mask(batch_size: int, q_length: int | None = None, kv_length: int = 0,
     return padding if documents is None else boundaries_of(documents)
 
 
-def dense_mask(mask: Tensor, query: Tensor, window: int | None) -> Tensor:
+def dense_mask(mask: Tensor, query: Tensor, window: int | None, causal: bool = True) -> Tensor:
     """The mask that eager attention adds [batch, 1, tokens, tokens], of boundaries or of a padding mask."""
     batch, _, tokens, _ = query.shape
     places = torch.arange(tokens, device=query.device)
-    seen = places <= places[:, None]
+    after = places - places[:, None]  # by how many tokens a key follows a query
+    seen = after <= 0 if causal else torch.ones_like(after, dtype=torch.bool)
     if window is not None:
-        seen = seen & (places > places[:, None] - window)
+        seen = seen & (after.abs() < window)
     if mask.dim() == 2:
         seen = seen & mask[:, None, None].bool()
     else:

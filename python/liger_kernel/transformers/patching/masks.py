@@ -6,8 +6,8 @@ itself. The host waits for the answer once per forward. A compiled or captured f
 out, and attention computes all of it.
 
 A model that is called without positions counts them, and there is nothing to find. It gets a forward that makes masks
-without them. Positions that are given are searched as before. Under sdpa neither documents nor padding are written out
-as a mask (packed.py).
+without them. Positions that are given are searched as before. Under sdpa neither documents nor padding nor the windows
+of encoders are written out as a mask (packed.py).
 """
 
 import functools
@@ -39,11 +39,15 @@ SEARCHING = (
     "create_chunked_causal_mask",
     "create_masks_for_generate",
 )
+#: Those of encoders, whose tokens see the ones after them: they do not search.
+ENCODING = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
+#: The report's word for the forward of an encoder.
+ENCODER = "padding and windows without masks"
 
 
-def _is_all_causal(attention_mask: Any = None, past_key_values: Any = None, **others: Any) -> bool:
-    """Whether nothing but the future is masked, and there are as many keys as queries. transformers does not look while
-    a CUDA graph is captured nor, before 5.18, while it is compiled."""
+def _is_plain(attention_mask: Any = None, past_key_values: Any = None, **others: Any) -> bool:
+    """Whether nothing is masked but what the function's name says, and there are as many keys as queries. transformers
+    does not look while a CUDA graph is captured nor, before 5.18, while it is compiled."""
     sizes = ("config", "input_embeds", "inputs_embeds", "cache_position", "position_ids")
     more = any(value is not None for name, value in others.items() if name not in sizes)
     return attention_mask is None and past_key_values is None and not more
@@ -58,7 +62,7 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
         # What somebody else has put in its place may mask anything.
         known = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
         causal = len(args) == 0 and function in known  # torch 2.11's compiler knows no `not` of a tuple
-        if causal and _is_all_causal(**kwargs):
+        if causal and _is_plain(**kwargs):
             implementation = kwargs["config"]._attn_implementation
             if implementation == "sdpa" and function is masking_utils.create_causal_mask:
                 return None
@@ -68,6 +72,49 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
         if "position_ids" in kwargs:
             kwargs["position_ids"] = None
         return function(*args, **kwargs)
+
+    return create
+
+
+def _without_windows(home: Any, name: str) -> Callable[..., Any]:
+    """The function of an encoder that a modeling module calls `name` now, but no window of whole rows is written out
+    for a GPU."""
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        function = getattr(home, name)
+        known = getattr(masking_utils, ENCODING[1], None)  # not in older versions of transformers
+        if len(args) == 0 and function is known and packed.is_chosen() and _is_plain(**kwargs):
+            config, embeddings = kwargs["config"], kwargs["inputs_embeds"]
+            window = config.sliding_window
+            shorter = window and window < embeddings.shape[1]
+            if config._attn_implementation == "sdpa" and embeddings.is_cuda and shorter:
+                if packed.encoder_takes(config, embeddings):
+                    return packed.whole(embeddings, window + 1)
+        return function(*args, **kwargs)
+
+    return create
+
+
+def _without_padding(home: Any, name: str) -> Callable[..., Any]:
+    """The function of an encoder that a modeling module calls `name` now, but under sdpa, where rows are padded, the
+    places of documents."""
+    windowed = _without_windows(home, name)
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        windows: dict[Any, int | None] = {getattr(masking_utils, ENCODING[0], None): None}
+        if window := getattr(kwargs.get("config"), "sliding_window", None):
+            windows[getattr(masking_utils, ENCODING[1], None)] = window + 1  # on each side, with the token's own
+        function = getattr(home, name)
+        plain = len(args) == 0 and function in windows and _is_plain(**{**kwargs, "attention_mask": None})
+        if plain and kwargs["config"]._attn_implementation == "sdpa":
+            embeddings = kwargs["inputs_embeds"]
+            if packed.encoder_takes(kwargs["config"], embeddings):
+                places = packed.places(embeddings, kwargs.get("attention_mask"), None)
+                if places is packed.WHOLE:
+                    kwargs["attention_mask"] = None
+                elif places is not None:
+                    return packed.mask(*places, windows[function], causal=False)
+        return windowed(*args, **kwargs)
 
     return create
 
@@ -83,7 +130,7 @@ def _with_documents(home: Any, name: str) -> Callable[..., Any]:
         windows: dict[Any, int | None] = {masking_utils.create_causal_mask: None}
         if (window := getattr(kwargs.get("config"), "sliding_window", None) or 0) > 1:
             windows[masking_utils.create_sliding_window_causal_mask] = window
-        causal = len(args) == 0 and function in windows and _is_all_causal(**{**kwargs, "attention_mask": None})
+        causal = len(args) == 0 and function in windows and _is_plain(**{**kwargs, "attention_mask": None})
         if causal and kwargs["config"]._attn_implementation == "sdpa":
             embeddings = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]
             positions = kwargs.get("position_ids") if given else None
@@ -101,12 +148,18 @@ def _with_documents(home: Any, name: str) -> Callable[..., Any]:
 def _forward(original):
     inner = inspect.unwrap(original)
     home = sys.modules.get(getattr(inner, "__module__", ""))
-    names = [name for name in SEARCHING if name in names_in(inner) and hasattr(home, name)]
+    called = lambda names: [name for name in names if name in names_in(inner) and hasattr(home, name)]
+    searching, encoding = called(SEARCHING), called(ENCODING)
     parameters = list(inspect.signature(original).parameters)
-    if not names or "position_ids" not in parameters:
+    if not (searching or encoding) or "position_ids" not in parameters:
         return None
-    counting = with_globals(original, {name: _without_positions(home, name) for name in names})
-    placing = with_globals(original, {name: _with_documents(home, name) for name in names})
+    windows = {name: _without_windows(home, name) for name in encoding if packed.hands_on(home)}
+    counting = with_globals(original, {name: _without_positions(home, name) for name in searching} | windows)
+    placing = with_globals(
+        original,
+        {name: _with_documents(home, name) for name in searching}
+        | {name: _without_padding(home, name) for name in encoding},
+    )
     if counting is None:
         return None
     place = parameters.index("position_ids") - 1
@@ -115,32 +168,43 @@ def _forward(original):
     def forward(self, *args, **kwargs):
         given = args[place] if len(args) > place else kwargs.get("position_ids")
         with in_forward(given):
-            chosen = placing if packed.takes(self) else original if given is not None else counting
+            counted = given is None or not searching
+            chosen = placing if packed.takes(self, bool(encoding)) else counting if counted else original
             return chosen(self, *args, **kwargs)
 
-    vars(forward).update(liger_counts=original, liger_takes_none=takes_none)
+    by = "masks without positions" if searching else ENCODER
+    vars(forward).update(liger_counts=original, liger_takes_none=takes_none, liger_masks=by)
     return forward
 
 
 def counting_forward(cls: Any) -> Callable[..., Any] | None:
     """The forward for models of a class that makes their masks without positions where none are given; None where the
-    class's own makes no masks, or is such a forward."""
-    return None if is_counting(cls) or not issubclass(cls, PreTrainedModel) else _forward(cls.forward)
+    class's own makes no masks, or is such a forward, or the class is an encoder that does not know sdpa."""
+    if is_counting(cls) or not issubclass(cls, PreTrainedModel):
+        return None
+    forward = _forward(cls.forward)
+    return None if getattr(forward, "liger_masks", None) == ENCODER and not cls._supports_sdpa else forward
 
 
 def count(owners: Iterable[Any], report: Report) -> None:
     """Give live models, or classes of models, such forwards."""
+    owners = [*owners]
+    # The softmax of a question's answer is over all tokens of a row.
+    answers = any(type(owner).__name__.endswith("ForQuestionAnswering") for owner in owners)
+    chooses = "an answer is chosen among all tokens, with padding" if answers else None
 
     def fits(owner: Any, forward: Any) -> bool:
         classes: set[Any] = set() if isinstance(owner, type) else {type(module) for module in owner.modules()}
-        if own := any(map(makes_masks, classes)):
-            report.skip("masks", type(owner).__name__, "its attention builds its own mask")
-        return not own
+        reason = "its attention builds its own mask" if any(map(makes_masks, classes)) else chooses
+        if reason is None and forward.liger_masks == ENCODER:
+            reason = packed.reason_to_keep(classes - {type(owner)}, True)
+        if reason:
+            report.skip("masks", type(owner).__name__, reason)
+        return reason is None
 
     report.edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
     packed.use(report)
-    by = lambda forward: "masks without positions" if hasattr(forward, "liger_counts") else None
-    report.give_forwards(owners, counting, "masks", by, fits)
+    report.give_forwards(owners, counting, "masks", lambda forward: getattr(forward, "liger_masks", None), fits)
 
 
 #: The part whose forward that is.

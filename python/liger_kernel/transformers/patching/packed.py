@@ -4,31 +4,36 @@ Where positions begin again within a row, or some rows are padded, transformers 
 tokens], and sdpa's kernels compute all pairs of tokens with it. A patched model gives its layers the boundaries of
 documents instead, which the function that stands in for transformers' "sdpa" knows:
 
-    mask [1, window, documents + 1, longest]    int32, a view of the boundaries [documents + 1]. The other sizes need no
-                                                memory: 1 where there is no window, and an upper bound of the tokens of
-                                                a document
+    mask [sides, window, documents + 1, longest]    int32, a view of the boundaries [documents + 1]. The other sizes
+                                                    need no memory: 1 where attention is causal and 2 where it is not, 1
+                                                    where there is no window, and an upper bound of the tokens of a
+                                                    document
 
 As transformers' own masks, it has four dimensions: a model that is given it for its padding mask takes it as it is.
+Encoders' windows, which transformers writes out for whole rows too, are such a mask on a GPU.
 
 The places of documents are found once per step, for which the host waits as it does in transformers. A model that is
-compiled or captured, and one with a module that does more with its mask than to pass it on, keeps the written-out mask.
+compiled or captured keeps the written-out mask of packed and padded rows, and one with a module that does more with its
+mask than to pass it on keeps all.
 """
 
 import functools
 import inspect
 import re
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from liger_kernel.operators.attention import attention_with_sinks, obstacle
+from liger_kernel.operators.attention import attention_with_sinks, obstacle, rows
 from liger_kernel.transformers.patching.attention import boundaries_of, dense_mask, is_tracing, passes_on, tokens_first
 from liger_kernel.transformers.patching.report import Report
 
+_CONVOLUTION = torch.nn.modules.conv._ConvNd
 _takes: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
 
 
@@ -52,14 +57,14 @@ def attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     batch, _, tokens, _ = query.shape
-    _, window, _, longest = attention_mask.shape
-    window = None if window == 1 else window
+    sides, window, _, longest = attention_mask.shape
+    window, causal = None if window == 1 else window, sides == 1
     boundaries = attention_mask[0, 0, :, 0]
     q, k, v = tokens_first(query, key, value)
     if dropout or obstacle(q, k, v) or any(kwargs.get(name) is not None for name in ("position_bias", "softcap")):
-        mask = dense_mask(boundaries, query, window)
+        mask = dense_mask(boundaries, query, window, causal)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    out = attention_with_sinks(q, k, v, None, boundaries.contiguous(), longest, window, scaling)
+    out = attention_with_sinks(q, k, v, None, boundaries.contiguous(), longest, window, scaling, causal)
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
@@ -101,22 +106,61 @@ def _of_padding(padding: Tensor, length: int) -> Places | None:
     return (boundaries.int(), longest) if padding_follows else None
 
 
-def mask(boundaries: Tensor, longest: int, window: int | None) -> Tensor:
+def mask(boundaries: Tensor, longest: int, window: int | None, causal: bool = True) -> Tensor:
     """The mask of such documents. A window holds two tokens or more."""
     needed = 1 if window is None or window >= longest else window
-    return boundaries.view(1, 1, -1, 1).expand(1, needed, -1, longest)
+    return boundaries.view(1, 1, -1, 1).expand(1 if causal else 2, needed, -1, longest)
 
 
-def takes(model: torch.nn.Module) -> bool:
+def whole(x: Tensor, window: int) -> Tensor:
+    """The mask of an encoder's whole rows x [batch, tokens, ...] with a window."""
+    batch, length = x.shape[:2]
+    return mask(rows(batch, length, x.device), length, window, causal=False)
+
+
+def is_chosen() -> bool:
+    """Whether `attention` is transformers' "sdpa"."""
+    return AttentionInterface()["sdpa"] is attention
+
+
+vars(is_chosen)["_dynamo_marked_constant"] = True  # as in coverage.py
+
+
+def reason_to_keep(classes: Iterable[Any], encodes: bool) -> str | None:
+    """Why a model with modules of such classes keeps its masks; None where all hand them on to the function above.
+    `encodes`: tokens see those after them; then a convolution would carry the results of padding to the tokens before
+    it."""
+    if not all(map(passes_on, classes)):
+        return "a module reads its mask"
+    convolves = encodes and any(issubclass(cls, _CONVOLUTION) for cls in classes)
+    return "a convolution mixes tokens with padding" if convolves else None
+
+
+def takes(model: torch.nn.Module, encodes: bool) -> bool:
     """Whether all modules of a model hand its masks on to the function above."""
-    if is_tracing() or AttentionInterface()["sdpa"] is not attention:
+    if is_tracing() or not is_chosen():
         return False
     found = _takes.get(model)
     if found is None:
         classes: set[Any] = {type(module) for module in model.modules() if module is not model}
-        found = all(map(passes_on, classes))
-        _takes[model] = found
+        found = _takes[model] = reason_to_keep(classes, encodes) is None
     return found
+
+
+def hands_on(home: Any) -> bool:
+    """Whether all layers of a modeling module pass their masks on: what `takes` says, for models that are compiled."""
+    layers = (c for c in vars(home).values() if isinstance(c, type) and c.__module__ == home.__name__)
+    return all(passes_on(c) for c in layers if issubclass(c, torch.nn.Module) and not issubclass(c, PreTrainedModel))
+
+
+def encoder_takes(config: Any, x: Tensor) -> bool:
+    """Whether `attention` runs flash attention for the layers of an encoder with embeddings x: without dropout, in
+    float16 and bfloat16 on a GPU."""
+    if any(getattr(config, name, 0) for name in ("attention_dropout", "attention_probs_dropout_prob")):
+        return False
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return device == "cpu" or (device == "cuda" and dtype in (torch.float16, torch.bfloat16))
 
 
 def use(report: Report) -> None:

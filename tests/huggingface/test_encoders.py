@@ -1,0 +1,185 @@
+"""Encoders, whose tokens see the ones after them: padding and windows under sdpa without a mask that is written out."""
+
+import copy
+
+import every_type
+import liger_kernel
+import pytest
+import torch
+import transformers
+from conftest import TOLERANCE, assert_close
+from liger_kernel.transformers.patching import packed
+from torch import nn
+
+PADDED = [[1] * 12, [1] * 7 + [0] * 5]
+
+
+def inputs(*rows):
+    """Token ids and labels with such attention masks; padding has no labels."""
+    batch = every_type.inputs()
+    mask = torch.tensor(rows)
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+def made(kind, **config):
+    """A tiny model under sdpa, without dropout, and a patched copy with its report."""
+    model = every_type.model_of(kind)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "config"):
+            vars(module.config).update(attention_dropout=0.0, attention_probs_dropout_prob=0.0)
+            vars(module.config).update(config)
+    model.set_attn_implementation("sdpa")
+    copied = copy.deepcopy(model)
+    return model, copied, liger_kernel.patch(copied)
+
+
+def step(model, batch):
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model, reference, batch):
+    expected, gradients = step(reference, batch)
+    loss, found = step(model, batch)
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert_close(found[name], gradient)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The longest document and the window of each call of the attention for documents."""
+    found, original = [], packed.attention_with_sinks
+
+    def attention(q, k, v, sinks, boundaries, longest, window, scale, causal):
+        assert not causal
+        found.append((longest, window))
+        return original(q, k, v, sinks, boundaries, longest, window, scale, causal)
+
+    monkeypatch.setattr(packed, "attention_with_sinks", attention)
+    return found
+
+
+class Neighbours(nn.Conv1d):
+    """A convolution over three tokens [batch, tokens, columns]."""
+
+    def __init__(self, columns):
+        super().__init__(columns, columns, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
+def masks(report):
+    return [entry.by for entry in report.replaced if entry.switch == "masks"]
+
+
+@pytest.mark.parametrize(
+    "kind, windows",
+    [("modernbert", {(12, None), (12, 3)}), ("ultrabert", {(12, None), (12, 9)}), ("eurobert", {(12, None)}),
+     ("nomic_bert", {(12, None)}), ("gte", {(12, None)}), ("jina_embeddings_v3", {(12, None)})],
+)  # fmt: skip
+def test_padding_after_tokens(kind, windows, calls):
+    """The loss and the gradients of the mask that transformers writes out; ModernBERT sees two tokens on each side, and
+    its own. A batch without padding, or with a mask of ones, has no documents."""
+    reference, model, report = made(kind, **({"local_attention": 4} if kind == "modernbert" else {}))
+    assert masks(report) == ["padding and windows without masks"]
+    assert_same(model, reference, inputs(*PADDED))
+    assert {*calls} == windows
+    del calls[:]
+    assert_same(model, reference, inputs([1] * 12, [1] * 12))
+    assert_same(model, reference, every_type.inputs())
+    assert not calls
+
+
+@pytest.mark.parametrize("rows", [([0] * 3 + [1] * 9, [1] * 12), ([1] * 4 + [0] * 2 + [1] * 6, [1] * 12)])
+def test_other_padding_is_written_out(rows, calls):
+    reference, model, _ = made("modernbert")
+    assert_same(model, reference, inputs(*rows))
+    assert not calls
+
+
+def test_dropout_writes_the_mask_out(calls):
+    """Flash attention has none here: one mask for all layers, as in transformers."""
+    reference, model, _ = made("modernbert", attention_dropout=0.1)
+    assert_same(model.eval(), reference.eval(), inputs(*PADDED))
+    assert not calls
+
+
+def test_a_convolution_keeps_the_mask(calls):
+    """It carries what attention gives for padding to the tokens before."""
+    reference, _, _ = made("modernbert")
+    reference.model.embeddings.norm = nn.Sequential(
+        Neighbours(reference.config.hidden_size), reference.model.embeddings.norm
+    )
+    model = copy.deepcopy(reference)
+    report = liger_kernel.patch(model)
+    assert not masks(report)
+    assert ("masks", "a convolution mixes tokens with padding") in {(e.switch, e.reason) for e in report.skipped}
+    assert_same(model, reference, inputs(*PADDED))
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["ModernBertForQuestionAnswering", "LlamaForQuestionAnswering"])
+def test_answers_are_chosen_among_all_tokens(name, calls):
+    """The loss is that of a softmax over the row, of which padding is a part."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    reference = cls(cls.config_class(vocab_size=512, pad_token_id=0, attn_implementation="sdpa", **sizes))
+    model = copy.deepcopy(reference)
+    report = liger_kernel.patch(model)
+    assert "an answer is chosen among all tokens, with padding" in {entry.reason for entry in report.skipped}
+    batch = {**inputs(*PADDED), "start_positions": torch.tensor([3, 2]), "end_positions": torch.tensor([5, 6])}
+    del batch["labels"]
+    torch.testing.assert_close(step(model, batch)[0], step(reference, batch)[0], rtol=TOLERANCE, atol=0)
+    assert not calls
+
+
+def test_the_switch_and_undo(calls):
+    reference = every_type.model_of("modernbert")
+    model = copy.deepcopy(reference)
+    assert not masks(liger_kernel.patch(model, masks=False))
+    _, model, report = made("modernbert")
+    report.undo()
+    step(model, inputs(*PADDED))
+    assert not calls
+
+
+@pytest.mark.parametrize("window", [2, 5])
+def test_whole_rows_with_a_window(window):
+    """What a layer on a GPU gets in place of a mask that is written out: the result of scores in float64."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 4, 10, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = packed.whole(torch.empty(3, 10), window + 1)
+    assert mask.shape == (2, window + 1, 4, 10) and mask.untyped_storage().nbytes() == 4 * 4
+    out, weights = packed.attention(nn.Module(), q, k, v, mask)
+    places = torch.arange(10)
+    scores = (q @ k.mT / 4).masked_fill((places - places[:, None]).abs() > window, -torch.inf)
+    exact = (scores.softmax(-1) @ v).transpose(1, 2)
+    torch.testing.assert_close(out, exact, rtol=0, atol=64 * torch.finfo(torch.float64).eps)  # sums of 10 and 16 terms
+    assert weights is None
+    again, _ = packed.attention(
+        nn.Module(), q, k, v, mask, softcap=None, position_bias=torch.zeros(3, 4, 10, 10).double()
+    )
+    torch.testing.assert_close(again, exact, rtol=0, atol=64 * torch.finfo(torch.float64).eps)  # written out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention for windows needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_windows_on_a_gpu(compiled, calls):
+    """Whole rows have no mask either; the largest difference is some roundings of bfloat16."""
+    reference, model, _ = made("modernbert", local_attention=4)
+    reference, model = (each.to("cuda", torch.bfloat16) for each in (reference, model))
+    batch = {name: value.cuda() for name, value in every_type.inputs().items()}
+    expected, gradients = step(reference, batch)
+    loss, found = step(torch.compile(model, fullgraph=True) if compiled else model, batch)
+    assert compiled or {*calls} == {(12, 3)}
+    torch.testing.assert_close(loss, expected, rtol=2**-7, atol=0)
+    for name, gradient in gradients.items():
+        assert_close(found[name.removeprefix("_orig_mod.")].float(), gradient.float(), 2**-5)
