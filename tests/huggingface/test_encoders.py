@@ -1,6 +1,8 @@
 """Encoders, whose tokens see the ones after them: padding and windows under sdpa without a mask that is written out."""
 
 import copy
+import inspect
+import sys
 
 import every_type
 import liger_kernel
@@ -8,8 +10,10 @@ import pytest
 import torch
 import transformers
 from conftest import TOLERANCE, assert_close
+from liger_kernel.transformers.patching import masks as masks_of_models
 from liger_kernel.transformers.patching import packed
 from torch import nn
+from transformers import masking_utils
 
 PADDED = [[1] * 12, [1] * 7 + [0] * 5]
 
@@ -79,18 +83,29 @@ def masks(report):
     return [entry.by for entry in report.replaced if entry.switch == "masks"]
 
 
-@pytest.mark.parametrize(
-    "kind, windows",
-    [("modernbert", {(12, None), (12, 3)}), ("ultrabert", {(12, None), (12, 9)}), ("eurobert", {(12, None)}),
-     ("nomic_bert", {(12, None)}), ("gte", {(12, None)}), ("jina_embeddings_v3", {(12, None)})],
-)  # fmt: skip
-def test_padding_after_tokens(kind, windows, calls):
+WINDOWS = {
+    "modernbert": {(12, None), (12, 3)}, "ultrabert": {(12, None), (12, 9)}, "eurobert": {(12, None)},
+    "nomic_bert": {(12, None)}, "gte": {(12, None)}, "jina_embeddings_v3": {(12, None)},
+}  # fmt: skip
+
+
+def encodes(kind):
+    """Whether this version of transformers has the type, and makes its masks by the functions that all encoders use."""
+    cls = getattr(transformers, every_type.types().get(kind, ""), None)
+    return hasattr(sys.modules.get(getattr(cls, "__module__", ""), None), "create_bidirectional_mask")
+
+
+modernbert = pytest.mark.skipif(not encodes("modernbert"), reason="this version's ModernBERT makes its own masks")
+
+
+@pytest.mark.parametrize("kind", filter(encodes, WINDOWS))
+def test_padding_after_tokens(kind, calls):
     """The loss and the gradients of the mask that transformers writes out; ModernBERT sees two tokens on each side, and
     its own. A batch without padding, or with a mask of ones, has no documents."""
     reference, model, report = made(kind, **({"local_attention": 4} if kind == "modernbert" else {}))
     assert masks(report) == ["padding and windows without masks"]
     assert_same(model, reference, inputs(*PADDED))
-    assert {*calls} == windows
+    assert {*calls} == WINDOWS[kind]
     del calls[:]
     assert_same(model, reference, inputs([1] * 12, [1] * 12))
     assert_same(model, reference, every_type.inputs())
@@ -104,6 +119,7 @@ def test_other_padding_is_written_out(rows, calls):
     assert not calls
 
 
+@modernbert
 def test_dropout_writes_the_mask_out(calls):
     """Flash attention has none here: one mask for all layers, as in transformers."""
     reference, model, _ = made("modernbert", attention_dropout=0.1)
@@ -111,6 +127,7 @@ def test_dropout_writes_the_mask_out(calls):
     assert not calls
 
 
+@modernbert
 def test_a_convolution_keeps_the_mask(calls):
     """It carries what attention gives for padding to the tokens before."""
     reference, _, _ = made("modernbert")
@@ -125,7 +142,9 @@ def test_a_convolution_keeps_the_mask(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("name", ["ModernBertForQuestionAnswering", "LlamaForQuestionAnswering"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("ModernBertForQuestionAnswering", marks=modernbert), "LlamaForQuestionAnswering"]
+)
 def test_answers_are_chosen_among_all_tokens(name, calls):
     """The loss is that of a softmax over the row, of which padding is a part."""
     torch.manual_seed(0)
@@ -149,6 +168,27 @@ def test_the_switch_and_undo(calls):
     report.undo()
     step(model, inputs(*PADDED))
     assert not calls
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "_ignore_bidirectional_mask_sdpa"), reason="these write no such mask")
+def test_whole_rows_have_no_mask(monkeypatch):
+    """Also where transformers writes it out: before 5.18, for compiled and captured models."""
+    monkeypatch.setattr(masking_utils, "_ignore_bidirectional_mask_sdpa", lambda *args: False)
+    model = made("modernbert")[0]
+    name, embeddings = "create_bidirectional_mask", torch.zeros(2, 10, 64)
+    embedded = next(
+        n
+        for n in ("inputs_embeds", "input_embeds")
+        if n in inspect.signature(masking_utils.create_bidirectional_mask).parameters
+    )
+    create = masks_of_models._without_windows(masking_utils, name)
+    arguments = {"config": model.config, embedded: embeddings}
+    assert masking_utils.create_bidirectional_mask(**arguments, attention_mask=None) is not None
+    assert create(**arguments, attention_mask=None) is None
+    padding = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
+    assert create(**arguments, attention_mask=padding).shape == (2, 1, 10, 10)
+    more = {"encoder_hidden_states": torch.zeros(2, 7, 64)}
+    assert create(**arguments, attention_mask=None, **more).shape == (2, 1, 10, 7)
 
 
 @pytest.mark.parametrize("window", [2, 5])
@@ -181,5 +221,6 @@ def test_windows_on_a_gpu(compiled, calls):
     loss, found = step(torch.compile(model, fullgraph=True) if compiled else model, batch)
     assert compiled or {*calls} == {(12, 3)}
     torch.testing.assert_close(loss, expected, rtol=2**-7, atol=0)
+    found = {name.removeprefix("_orig_mod."): gradient for name, gradient in found.items()}
     for name, gradient in gradients.items():
-        assert_close(found[name.removeprefix("_orig_mod.")].float(), gradient.float(), 2**-5)
+        assert_close(found[name].float(), gradient.float(), 2**-5)

@@ -73,10 +73,12 @@ def test_arguments_by_place(attention):
     given = {"cache_position": torch.arange(10), "attention_mask": None, "past_key_values": None}
     given |= dict.fromkeys(("input_embeds", "inputs_embeds"), torch.zeros(2, 10, 64)) | {"config": model.config}
     function = masking_utils.create_causal_mask
-    names = [name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty]
-    arguments = [given[name] for name in names]
+    needed = {name: p.kind for name, p in inspect.signature(function).parameters.items() if p.default is p.empty}
+    arguments = [given.get(name) for name, kind in needed.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
+    named = {name: given.get(name) for name, kind in needed.items() if kind is inspect.Parameter.KEYWORD_ONLY}
     home = types.SimpleNamespace(create_causal_mask=function)
-    found, expected = _without_positions(home, "create_causal_mask")(*arguments), function(*arguments)
+    found = _without_positions(home, "create_causal_mask")(*arguments, **named)
+    expected = function(*arguments, **named)
     assert found is expected is None if attention == "sdpa" else torch.equal(found, expected)
 
 

@@ -26,6 +26,7 @@ from liger_kernel.transformers.patching.attention import (
     given_positions,
     in_forward,
     is_packed_sequence,
+    is_tracing,
     makes_masks,
 )
 from liger_kernel.transformers.patching.ones import is_counting, takes_none
@@ -53,6 +54,11 @@ def _is_plain(attention_mask: Any = None, past_key_values: Any = None, **others:
     return attention_mask is None and past_key_values is None and not more
 
 
+def _embeddings(arguments: dict[str, Any]) -> Any:
+    """Those of a mask function, which transformers 5.0 calls otherwise."""
+    return arguments["inputs_embeds" if "inputs_embeds" in arguments else "input_embeds"]
+
+
 def _without_positions(home: Any, name: str) -> Callable[..., Any]:
     """The function that a modeling module calls `name` now, given no positions; with arguments that it gets by place,
     as in Gemma 4 of 5.6 and in Granite's hybrids of 5.0, as it is."""
@@ -67,7 +73,7 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
             if implementation == "sdpa" and function is masking_utils.create_causal_mask:
                 return None
             if implementation == IMPLEMENTATION:
-                embeddings = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]
+                embeddings = _embeddings(kwargs)
                 return rows(embeddings.shape[0], embeddings.shape[1], embeddings.device)
         if "position_ids" in kwargs:
             kwargs["position_ids"] = None
@@ -76,20 +82,27 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
     return create
 
 
+def _encoding() -> tuple[Any, Any]:
+    """Those functions, of which older versions of transformers lack some."""
+    whole, windowed = (getattr(masking_utils, name, None) for name in ENCODING)
+    return whole, windowed
+
+
 def _without_windows(home: Any, name: str) -> Callable[..., Any]:
-    """The function of an encoder that a modeling module calls `name` now, but no window of whole rows is written out
-    for a GPU."""
+    """The function of an encoder that a modeling module calls `name` now, but under sdpa whole rows have no mask, nor
+    their windows on a GPU. transformers before 5.18 writes all masks out while it is compiled or captured; that of
+    tokens that all see each other has no element per key, and sdpa then keeps all scores."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        function = getattr(home, name)
-        known = getattr(masking_utils, ENCODING[1], None)  # not in older versions of transformers
-        if len(args) == 0 and function is known and packed.is_chosen() and _is_plain(**kwargs):
-            config, embeddings = kwargs["config"], kwargs["inputs_embeds"]
-            window = config.sliding_window
-            shorter = window and window < embeddings.shape[1]
-            if config._attn_implementation == "sdpa" and embeddings.is_cuda and shorter:
-                if packed.encoder_takes(config, embeddings):
-                    return packed.whole(embeddings, window + 1)
+        function, (whole, windowed) = getattr(home, name), _encoding()
+        plain = len(args) == 0 and function in (whole, windowed) and _is_plain(**kwargs)
+        if plain and kwargs["config"]._attn_implementation == "sdpa":
+            if function is whole:
+                return None
+            config, embeddings = kwargs["config"], _embeddings(kwargs)
+            shorter = config.sliding_window and config.sliding_window < embeddings.shape[1]
+            if shorter and embeddings.is_cuda and packed.is_chosen() and packed.encoder_takes(config, embeddings):
+                return packed.whole(embeddings, config.sliding_window + 1)
         return function(*args, **kwargs)
 
     return create
@@ -98,23 +111,24 @@ def _without_windows(home: Any, name: str) -> Callable[..., Any]:
 def _without_padding(home: Any, name: str) -> Callable[..., Any]:
     """The function of an encoder that a modeling module calls `name` now, but under sdpa, where rows are padded, the
     places of documents."""
-    windowed = _without_windows(home, name)
+    otherwise = _without_windows(home, name)
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        windows: dict[Any, int | None] = {getattr(masking_utils, ENCODING[0], None): None}
+        whole, windowed = _encoding()
+        windows: dict[Any, int | None] = {whole: None}
         if window := getattr(kwargs.get("config"), "sliding_window", None):
-            windows[getattr(masking_utils, ENCODING[1], None)] = window + 1  # on each side, with the token's own
+            windows[windowed] = window + 1  # on each side, with the token's own
         function = getattr(home, name)
         plain = len(args) == 0 and function in windows and _is_plain(**{**kwargs, "attention_mask": None})
         if plain and kwargs["config"]._attn_implementation == "sdpa":
-            embeddings = kwargs["inputs_embeds"]
+            embeddings = _embeddings(kwargs)
             if packed.encoder_takes(kwargs["config"], embeddings):
                 places = packed.places(embeddings, kwargs.get("attention_mask"), None)
                 if places is packed.WHOLE:
                     kwargs["attention_mask"] = None
                 elif places is not None:
                     return packed.mask(*places, windows[function], causal=False)
-        return windowed(*args, **kwargs)
+        return otherwise(*args, **kwargs)
 
     return create
 
@@ -132,7 +146,7 @@ def _with_documents(home: Any, name: str) -> Callable[..., Any]:
             windows[masking_utils.create_sliding_window_causal_mask] = window
         causal = len(args) == 0 and function in windows and _is_plain(**{**kwargs, "attention_mask": None})
         if causal and kwargs["config"]._attn_implementation == "sdpa":
-            embeddings = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]
+            embeddings = _embeddings(kwargs)
             positions = kwargs.get("position_ids") if given else None
             places = packed.places(embeddings, kwargs.get("attention_mask"), positions)
             if places is packed.WHOLE:  # every token is seen, which one look has told
@@ -153,8 +167,10 @@ def _forward(original):
     parameters = list(inspect.signature(original).parameters)
     if not (searching or encoding) or "position_ids" not in parameters:
         return None
-    windows = {name: _without_windows(home, name) for name in encoding if packed.hands_on(home)}
-    counting = with_globals(original, {name: _without_positions(home, name) for name in searching} | windows)
+    counted = {name: _without_positions(home, name) for name in searching}
+    counting = tracing = with_globals(original, counted)
+    if encoding and packed.hands_on(home):
+        tracing = with_globals(original, counted | {name: _without_windows(home, name) for name in encoding})
     placing = with_globals(
         original,
         {name: _with_documents(home, name) for name in searching}
@@ -168,8 +184,12 @@ def _forward(original):
     def forward(self, *args, **kwargs):
         given = args[place] if len(args) > place else kwargs.get("position_ids")
         with in_forward(given):
-            counted = given is None or not searching
-            chosen = placing if packed.takes(self, bool(encoding)) else counting if counted else original
+            if packed.takes(self, bool(encoding)):
+                chosen = placing
+            elif given is None or not searching:
+                chosen = tracing if is_tracing() else counting
+            else:
+                chosen = original
             return chosen(self, *args, **kwargs)
 
     by = "masks without positions" if searching else ENCODER
