@@ -25,6 +25,7 @@ def calls(monkeypatch):
         return original(q, k, v, sinks, boundaries, longest, window, scale, causal)
 
     monkeypatch.setattr(packed, "attention_with_sinks", attention)
+    monkeypatch.setattr(packed, "SHORTEST_ON_CPU", 0)
     return found
 
 
@@ -118,6 +119,17 @@ def test_a_document_does_not_see_another(patched, calls):
     other[:, :4] = (other[:, :4] + 1) % 7
     assert torch.equal(model(**{**inputs, "labels": None, "input_ids": other}).logits[:, 4:], logits[:, 4:])
     assert calls
+
+
+def test_short_rows_on_a_cpu_have_one_mask(patched, calls, monkeypatch):
+    reference = made("mistral")
+    model = copy.deepcopy(reference)
+    patched("mistral", model)
+    inputs = padded([1] * 10, [1] * 6 + [0] * 4)
+    for shortest, documents in ((11, False), (10, True)):
+        monkeypatch.setattr(packed, "SHORTEST_ON_CPU", shortest)
+        assert_same(model, reference, inputs)
+        assert bool(calls) == documents
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -71,6 +71,8 @@ def attention(
 #: Places of documents: their boundaries, and an upper bound of their tokens.
 Places = tuple[Tensor, int]
 WHOLE: Places = (torch.empty(0), 0)  # where each row is one document
+#: On a CPU each document is a call: a mask for rows that are shorter is faster (a tenth at 64 tokens, as fast at 256).
+SHORTEST_ON_CPU = 256
 
 
 def places(x: Tensor, padding: Tensor | None, positions: Tensor | None) -> Places | None:
@@ -78,9 +80,12 @@ def places(x: Tensor, padding: Tensor | None, positions: Tensor | None) -> Place
     positions [batch or 1, tokens].
 
     Padding after a row's tokens is a document whose results nobody reads. None where the mask must be written out: of
-    another shape, with gaps, and with padding before tokens, whose last result predicts the first token.
+    another shape, with gaps, and with padding before tokens, whose last result predicts the first token; and for short
+    rows on a CPU.
     """
     batch, length = x.shape[:2]
+    if x.is_cpu and length < SHORTEST_ON_CPU:
+        return None
     if padding is not None:
         return _of_padding(padding.to(x.device), length) if padding.shape == (batch, length) else None
     if positions is None:
