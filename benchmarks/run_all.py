@@ -17,8 +17,8 @@ With --deadline, nothing begins that would not end before, and what still runs t
 known from the last time, at whatever commit; until then it is its limit. Scripts that keep each row as it comes begin
 all the same, and go on the next time.
 
-A measurement that needs several machines one after another may keep its parts in the repository: --work benchmarks/parts,
-from which they are deleted when the result is whole.
+A measurement that goes on from one machine to the next may keep its parts in the repository (--work benchmarks/parts),
+until the result is whole.
 
 Without --triton-liger, --trl, --verl, --veomni or --mamba-ssm (folders of unpacked wheels, or of sources) these rivals
 are left out, and what needs them is skipped.
