@@ -69,7 +69,7 @@ test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model
 
 OLDEST = 4.57.6
 test-oldest: build/transformers-$(OLDEST)/ready  ## with every change: a family of each kind, masks and packed rows with the oldest transformers; two minutes
-	$(environment) OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(<D)/bin/python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,stands_for,every_type,ones,masks,packed}.py $(ARGS)
+	$(environment) OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(<D)/bin/python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,stands_for,every_type,ones,masks,packed,encoders}.py $(ARGS)
 
 build/transformers-%/ready: $(ready)
 	$(environment_over_the_first)
