@@ -113,6 +113,37 @@ def test_padding_after_tokens(kind, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_embedding_gemma(use_cache, calls):
+    """A causal model of which a flag makes an encoder. An empty cache, which Sentence Transformers have, changes
+    nothing. A window of 6 is 3 tokens on each side."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "pad_token_id": 0}
+    config = transformers.Gemma3TextConfig(
+        **sizes, **layers, num_attention_heads=4, num_key_value_heads=2, use_bidirectional_attention=True
+    )
+    reference = transformers.Gemma3TextModel(config).train()
+    model = copy.deepcopy(reference)
+    assert masks(liger_kernel.patch(model)) == ["masks without positions"]
+    ids, whole, padded = every_type.inputs()["input_ids"], torch.ones(2, 12).long(), torch.tensor(PADDED)
+
+    def embed(model, mask):
+        model.zero_grad()
+        states = model(ids, attention_mask=mask, use_cache=use_cache).last_hidden_state
+        mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        mean.square().sum().backward()
+        return mean.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    for mask, expected_calls in ((padded, {(12, None), (12, config.sliding_window)}), (whole, set())):
+        del calls[:]
+        (mean, gradients), (expected, expected_gradients) = embed(model, mask), embed(reference, mask)
+        assert {*calls} == expected_calls
+        assert_close(mean, expected)
+        for name, gradient in expected_gradients.items():
+            assert_close(gradients[name], gradient)
+
+
 @pytest.mark.parametrize("rows", [([0] * 3 + [1] * 9, [1] * 12), ([1] * 4 + [0] * 2 + [1] * 6, [1] * 12)])
 def test_other_padding_is_written_out(rows, calls):
     reference, model, _ = made("modernbert")

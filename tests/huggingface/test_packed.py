@@ -121,6 +121,23 @@ def test_a_document_does_not_see_another(patched, calls):
     assert calls
 
 
+def test_an_empty_cache(patched, calls):
+    """A forward makes one where `use_cache` is left on. Without gradients it may be for generation, which continues a
+    row from its last place, be that padding; and with it transformers does not look for documents."""
+    reference = made("mistral")
+    model = copy.deepcopy(reference)
+    patched("mistral", model)
+    inputs = {**padded([1] * 10, [1] * 6 + [0] * 4), "use_cache": True}
+    assert_same(model, reference, inputs)
+    assert {window for _, window in calls} == {4}
+    del calls[:]
+    del inputs["labels"]
+    with torch.no_grad():
+        assert_close(model(**inputs).logits, reference(**inputs).logits)
+    assert_same(model, reference, {**batch(), "position_ids": positions((4, 6), (10,)), "use_cache": True})
+    assert not calls
+
+
 def test_short_rows_on_a_cpu_have_one_mask(patched, calls, monkeypatch):
     reference = made("mistral")
     model = copy.deepcopy(reference)

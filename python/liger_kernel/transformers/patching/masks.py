@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
+import torch
+from transformers import DynamicCache, PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from liger_kernel.operators.attention import rows
 from liger_kernel.transformers.causal_lm import names_in
@@ -42,6 +43,8 @@ SEARCHING = (
 )
 #: Those of encoders, whose tokens see the ones after them: they do not search.
 ENCODING = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
+#: What mask functions call a cache, by version of transformers.
+CACHES = ("past_key_values", "cache")
 #: The report's word for the forward of an encoder.
 ENCODER = "padding and windows without masks"
 
@@ -133,6 +136,19 @@ def _without_padding(home: Any, name: str) -> Callable[..., Any]:
     return create
 
 
+def _is_encoder(home: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a configuration has made an encoder of a model that is causal otherwise: EmbeddingGemma. The function
+    that its masks get beside the causal one, `or_mask_function`, then lets a token see those after it."""
+    flag = getattr(arguments.get("config"), "use_bidirectional_attention", None) is True
+    return flag and getattr(home, "__name__", "") == "transformers.models.gemma3.modeling_gemma3"
+
+
+def _without_empty_cache(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without a cache that holds nothing yet, as a forward makes one where `use_cache` is left on."""
+    empty = lambda cache: type(cache) is DynamicCache and cache.get_seq_length() == 0
+    return {name: None if name in CACHES and empty(value) else value for name, value in arguments.items()}
+
+
 def _with_documents(home: Any, name: str) -> Callable[..., Any]:
     """The function that a modeling module calls `name` now, but under sdpa, where rows are packed or padded, the places
     of documents."""
@@ -140,19 +156,29 @@ def _with_documents(home: Any, name: str) -> Callable[..., Any]:
 
     def create(*args: Any, **kwargs: Any) -> Any:
         function = getattr(home, name)
-        given = given_positions() is not None
+        given, padding = given_positions() is not None, kwargs.get("attention_mask")
         windows: dict[Any, int | None] = {masking_utils.create_causal_mask: None}
         if (window := getattr(kwargs.get("config"), "sliding_window", None) or 0) > 1:
             windows[masking_utils.create_sliding_window_causal_mask] = window
-        causal = len(args) == 0 and function in windows and _is_plain(**{**kwargs, "attention_mask": None})
-        if causal and kwargs["config"]._attn_implementation == "sdpa":
-            embeddings = _embeddings(kwargs)
-            positions = kwargs.get("position_ids") if given else None
-            places = packed.places(embeddings, kwargs.get("attention_mask"), positions)
+        encodes, asked = _is_encoder(home, kwargs), {**kwargs, "attention_mask": None}
+        if encodes:
+            asked["or_mask_function"] = None
+        # Without gradients tokens may be generated from a row's end, which is padding; and transformers looks for
+        # packed documents only where there is no cache.
+        if encodes or (padding is not None and torch.is_grad_enabled()):
+            asked = _without_empty_cache(asked)
+        known = len(args) == 0 and function in windows and _is_plain(**asked) and not (encodes and given)
+        if known and kwargs["config"]._attn_implementation == "sdpa":
+            embeddings, sees = _embeddings(kwargs), windows[function]
+            places = packed.places(embeddings, padding, kwargs.get("position_ids") if given else None)
             if places is packed.WHOLE:  # every token is seen, which one look has told
                 kwargs["attention_mask"], given = None, False
+                if encodes and (sees is None or sees >= embeddings.shape[1]):
+                    return None
+                if encodes and sees and embeddings.is_cuda and packed.encoder_takes(kwargs["config"], embeddings):
+                    return packed.whole(embeddings, sees)
             elif places is not None:
-                return packed.mask(*places, windows[function])
+                return packed.mask(*places, sees, causal=not encodes)
         return (function if given else counted)(*args, **kwargs)
 
     return create
