@@ -13,6 +13,7 @@ import torch
 import transformers
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.model import loss_utils
+from liger_kernel.transformers.patching import packed
 from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.families import FAMILIES
 from packaging.version import parse
@@ -55,6 +56,16 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
         f"an element differs by {excess:.3g} more than {tolerance:.3g} of its size; the largest is "
         f"{expected.abs().max():.3g}"
     )
+
+
+def assert_same(model, reference, inputs):
+    """The loss and the gradients of a step."""
+    expected, gradients = run(reference, **inputs)
+    output, found = run(model, **inputs)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=TOLERANCE, atol=0)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert_close(found[name], gradient)
 
 
 def assert_rounded_alike(actual, expected, part=0.01):
@@ -192,3 +203,17 @@ def pair(family, patched):
 
 def modeling(family):
     return importlib.import_module(FAMILIES[family].module)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The longest document and the window of each call of the attention for documents, which short rows have too."""
+    found, original = [], packed.attention_with_sinks
+
+    def attention(q, k, v, sinks, boundaries, longest, window, scale, causal):
+        found.append((longest, window) if causal else (longest, window, "both sides"))
+        return original(q, k, v, sinks, boundaries, longest, window, scale, causal)
+
+    monkeypatch.setattr(packed, "attention_with_sinks", attention)
+    monkeypatch.setattr(packed, "SHORTEST_ON_CPU", 0)
+    return found

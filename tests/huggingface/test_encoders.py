@@ -9,7 +9,7 @@ import liger_kernel
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, assert_close
+from conftest import TOLERANCE, assert_close, assert_same, run
 from liger_kernel.transformers.patching import masks as masks_of_models
 from liger_kernel.transformers.patching import packed
 from torch import nn
@@ -39,37 +39,6 @@ def made(kind, **config):
     return model, copied, liger_kernel.patch(copied)
 
 
-def step(model, batch):
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(model, reference, batch):
-    expected, gradients = step(reference, batch)
-    loss, found = step(model, batch)
-    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert_close(found[name], gradient)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The longest document and the window of each call of the attention for documents."""
-    found, original = [], packed.attention_with_sinks
-
-    def attention(q, k, v, sinks, boundaries, longest, window, scale, causal):
-        assert not causal
-        found.append((longest, window))
-        return original(q, k, v, sinks, boundaries, longest, window, scale, causal)
-
-    monkeypatch.setattr(packed, "attention_with_sinks", attention)
-    monkeypatch.setattr(packed, "SHORTEST_ON_CPU", 0)
-    return found
-
-
 class Neighbours(nn.Conv1d):
     """A convolution over three tokens [batch, tokens, columns]."""
 
@@ -84,9 +53,10 @@ def masks(report):
     return [entry.by for entry in report.replaced if entry.switch == "masks"]
 
 
+#: Kind -> the windows of its layers.
 WINDOWS = {
-    "modernbert": {(12, None), (12, 3)}, "ultrabert": {(12, None), (12, 9)}, "eurobert": {(12, None)},
-    "nomic_bert": {(12, None)}, "gte": {(12, None)}, "jina_embeddings_v3": {(12, None)},
+    "modernbert": {None, 3}, "ultrabert": {None, 9}, "eurobert": {None}, "nomic_bert": {None}, "gte": {None},
+    "jina_embeddings_v3": {None},
 }  # fmt: skip
 
 
@@ -106,7 +76,7 @@ def test_padding_after_tokens(kind, calls):
     reference, model, report = made(kind, **({"local_attention": 4} if kind == "modernbert" else {}))
     assert masks(report) == ["padding and windows without masks"]
     assert_same(model, reference, inputs(*PADDED))
-    assert {*calls} == WINDOWS[kind]
+    assert {*calls} == {(12, window, "both sides") for window in WINDOWS[kind]}
     del calls[:]
     assert_same(model, reference, inputs([1] * 12, [1] * 12))
     assert_same(model, reference, every_type.inputs())
@@ -135,7 +105,8 @@ def test_embedding_gemma(use_cache, calls):
         mean.square().sum().backward()
         return mean.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    for mask, expected_calls in ((padded, {(12, None), (12, config.sliding_window)}), (whole, set())):
+    both = ("both sides",)
+    for mask, expected_calls in ((padded, {(12, None, *both), (12, config.sliding_window, *both)}), (whole, set())):
         del calls[:]
         (mean, gradients), (expected, expected_gradients) = embed(model, mask), embed(reference, mask)
         assert {*calls} == expected_calls
@@ -188,7 +159,8 @@ def test_answers_are_chosen_among_all_tokens(name, calls):
     assert "an answer is chosen among all tokens, with padding" in {entry.reason for entry in report.skipped}
     batch = {**inputs(*PADDED), "start_positions": torch.tensor([3, 2]), "end_positions": torch.tensor([5, 6])}
     del batch["labels"]
-    torch.testing.assert_close(step(model, batch)[0], step(reference, batch)[0], rtol=TOLERANCE, atol=0)
+    losses = (run(each, **batch)[0].loss for each in (model, reference))
+    torch.testing.assert_close(*losses, rtol=TOLERANCE, atol=0)
     assert not calls
 
 
@@ -198,7 +170,7 @@ def test_the_switch_and_undo(calls):
     assert not masks(liger_kernel.patch(model, masks=False))
     _, model, report = made("modernbert")
     report.undo()
-    step(model, inputs(*PADDED))
+    run(model, **inputs(*PADDED))
     assert not calls
 
 
@@ -249,10 +221,10 @@ def test_windows_on_a_gpu(compiled, calls):
     reference, model, _ = made("modernbert", local_attention=4)
     reference, model = (each.to("cuda", torch.bfloat16) for each in (reference, model))
     batch = {name: value.cuda() for name, value in every_type.inputs().items()}
-    expected, gradients = step(reference, batch)
-    loss, found = step(torch.compile(model, fullgraph=True) if compiled else model, batch)
-    assert compiled or {*calls} == {(12, 3)}
-    torch.testing.assert_close(loss, expected, rtol=2**-7, atol=0)
+    expected, gradients = run(reference, **batch)
+    output, found = run(torch.compile(model, fullgraph=True) if compiled else model, **batch)
+    assert compiled or {*calls} == {(12, 3, "both sides")}
+    torch.testing.assert_close(output.loss, expected.loss, rtol=2**-7, atol=0)
     found = {name.removeprefix("_orig_mod."): gradient for name, gradient in found.items()}
     for name, gradient in gradients.items():
         assert_close(found[name].float(), gradient.float(), 2**-5)

@@ -5,28 +5,12 @@ import functools
 
 import pytest
 import torch
-from conftest import TOLERANCE, assert_close, batch, make, run
+from conftest import TOLERANCE, assert_close, assert_same, batch, make, run
 from liger_kernel.transformers.patching import packed
 from liger_kernel.transformers.patching.attention import is_tracing
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The longest document and the window of each call of the attention for documents."""
-    found = []
-
-    original = packed.attention_with_sinks
-
-    def attention(q, k, v, sinks, boundaries, longest, window, scale, causal):
-        found.append((longest, window) if causal else (longest, window, "both sides"))
-        return original(q, k, v, sinks, boundaries, longest, window, scale, causal)
-
-    monkeypatch.setattr(packed, "attention_with_sinks", attention)
-    monkeypatch.setattr(packed, "SHORTEST_ON_CPU", 0)
-    return found
 
 
 def positions(*rows):
@@ -38,15 +22,6 @@ def made(family, **options):
     model = make(family, **options) if options else make(family)
     model.set_attn_implementation("sdpa")
     return model
-
-
-def assert_same(model, reference, inputs):
-    expected, gradients = run(reference, **inputs)
-    output, found = run(model, **inputs)
-    torch.testing.assert_close(output.loss, expected.loss, rtol=TOLERANCE, atol=0)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert_close(found[name], gradient)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from liger_kernel.operators.attention import rows
@@ -85,10 +86,34 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
     return create
 
 
-def _encoding() -> tuple[Any, Any]:
-    """Those functions, of which older versions of transformers lack some."""
-    whole, windowed = (getattr(masking_utils, name, None) for name in ENCODING)
-    return whole, windowed
+class Sees(NamedTuple):
+    """Which keys a token sees: so many before it, its own included, None for all; as many after it unless `causal`."""
+
+    window: int | None
+    causal: bool
+
+
+def _sees(function: Any, arguments: dict[str, Any], encodes: bool) -> Sees | None:
+    """What a mask function of transformers lets tokens see, which `encodes` makes an encoder's; None where that is
+    something else."""
+    window = getattr(arguments.get("config"), "sliding_window", None) or 0
+    if function is masking_utils.create_causal_mask:
+        return Sees(None, not encodes)
+    if function is masking_utils.create_sliding_window_causal_mask:
+        return Sees(window, not encodes) if window > 1 else None
+    whole, windowed = (getattr(masking_utils, name, None) for name in ENCODING)  # older versions lack some
+    if function is whole:
+        return Sees(None, False)
+    return Sees(window + 1, False) if function is windowed and window else None
+
+
+def _of_whole_rows(config: Any, x: Tensor, window: int | None) -> Any:
+    """The mask of an encoder's rows x [batch, tokens, ...] without padding; NotImplemented where transformers makes
+    it."""
+    if window is None or window >= x.shape[1]:
+        return None
+    runs = x.is_cuda and packed.is_chosen() and packed.encoder_takes(config, x)
+    return packed.whole(x, window) if runs else NotImplemented
 
 
 def _without_windows(home: Any, name: str) -> Callable[..., Any]:
@@ -97,41 +122,13 @@ def _without_windows(home: Any, name: str) -> Callable[..., Any]:
     tokens that all see each other has no element per key, and sdpa then keeps all scores."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        function, (whole, windowed) = getattr(home, name), _encoding()
-        plain = len(args) == 0 and function in (whole, windowed) and _is_plain(**kwargs)
-        if plain and kwargs["config"]._attn_implementation == "sdpa":
-            if function is whole:
-                return None
-            config, embeddings = kwargs["config"], _embeddings(kwargs)
-            shorter = config.sliding_window and config.sliding_window < embeddings.shape[1]
-            if shorter and embeddings.is_cuda and packed.is_chosen() and packed.encoder_takes(config, embeddings):
-                return packed.whole(embeddings, config.sliding_window + 1)
-        return function(*args, **kwargs)
-
-    return create
-
-
-def _without_padding(home: Any, name: str) -> Callable[..., Any]:
-    """The function of an encoder that a modeling module calls `name` now, but under sdpa, where rows are padded, the
-    places of documents."""
-    otherwise = _without_windows(home, name)
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        whole, windowed = _encoding()
-        windows: dict[Any, int | None] = {whole: None}
-        if window := getattr(kwargs.get("config"), "sliding_window", None):
-            windows[windowed] = window + 1  # on each side, with the token's own
         function = getattr(home, name)
-        plain = len(args) == 0 and function in windows and _is_plain(**{**kwargs, "attention_mask": None})
-        if plain and kwargs["config"]._attn_implementation == "sdpa":
-            embeddings = _embeddings(kwargs)
-            if packed.encoder_takes(kwargs["config"], embeddings):
-                places = packed.places(embeddings, kwargs.get("attention_mask"), None)
-                if places is packed.WHOLE:
-                    kwargs["attention_mask"] = None
-                elif places is not None:
-                    return packed.mask(*places, windows[function], causal=False)
-        return otherwise(*args, **kwargs)
+        sees = None if args else _sees(function, kwargs, False)
+        if sees is not None and _is_plain(**kwargs) and kwargs["config"]._attn_implementation == "sdpa":
+            mask = _of_whole_rows(kwargs["config"], _embeddings(kwargs), sees.window)
+            if mask is not NotImplemented:
+                return mask
+        return function(*args, **kwargs)
 
     return create
 
@@ -151,35 +148,32 @@ def _without_empty_cache(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _with_documents(home: Any, name: str) -> Callable[..., Any]:
     """The function that a modeling module calls `name` now, but under sdpa, where rows are packed or padded, the places
-    of documents."""
-    counted = _without_positions(home, name)
+    of documents; for an encoder neither the masks of whole rows."""
+    searches = name in SEARCHING
+    otherwise = _without_positions(home, name) if searches else _without_windows(home, name)
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        function = getattr(home, name)
-        given, padding = given_positions() is not None, kwargs.get("attention_mask")
-        windows: dict[Any, int | None] = {masking_utils.create_causal_mask: None}
-        if (window := getattr(kwargs.get("config"), "sliding_window", None) or 0) > 1:
-            windows[masking_utils.create_sliding_window_causal_mask] = window
-        encodes, asked = _is_encoder(home, kwargs), {**kwargs, "attention_mask": None}
-        if encodes:
-            asked["or_mask_function"] = None
+        function, padding = getattr(home, name), kwargs.get("attention_mask")
+        given, encodes = searches and given_positions() is not None, _is_encoder(home, kwargs)
+        sees = None if args or (encodes and given) else _sees(function, kwargs, encodes)
+        asked = {**kwargs, "attention_mask": None} | ({"or_mask_function": None} if encodes else {})
         # Without gradients tokens may be generated from a row's end, which is padding; and transformers looks for
         # packed documents only where there is no cache.
         if encodes or (padding is not None and torch.is_grad_enabled()):
             asked = _without_empty_cache(asked)
-        known = len(args) == 0 and function in windows and _is_plain(**asked) and not (encodes and given)
-        if known and kwargs["config"]._attn_implementation == "sdpa":
-            embeddings, sees = _embeddings(kwargs), windows[function]
-            places = packed.places(embeddings, padding, kwargs.get("position_ids") if given else None)
+        if sees is not None and _is_plain(**asked) and kwargs["config"]._attn_implementation == "sdpa":
+            embeddings = _embeddings(kwargs)
+            runs = sees.causal or packed.encoder_takes(kwargs["config"], embeddings)
+            positions = kwargs.get("position_ids") if given else None
+            places = packed.places(embeddings, padding, positions) if runs else None
             if places is packed.WHOLE:  # every token is seen, which one look has told
                 kwargs["attention_mask"], given = None, False
-                if encodes and (sees is None or sees >= embeddings.shape[1]):
-                    return None
-                if encodes and sees and embeddings.is_cuda and packed.encoder_takes(kwargs["config"], embeddings):
-                    return packed.whole(embeddings, sees)
+                mask = NotImplemented if sees.causal else _of_whole_rows(kwargs["config"], embeddings, sees.window)
+                if mask is not NotImplemented:
+                    return mask
             elif places is not None:
-                return packed.mask(*places, sees, causal=not encodes)
-        return (function if given else counted)(*args, **kwargs)
+                return packed.mask(*places, *sees)
+        return (function if given else otherwise)(*args, **kwargs)
 
     return create
 
@@ -197,11 +191,7 @@ def _forward(original):
     counting = tracing = with_globals(original, counted)
     if encoding and packed.hands_on(home):
         tracing = with_globals(original, counted | {name: _without_windows(home, name) for name in encoding})
-    placing = with_globals(
-        original,
-        {name: _with_documents(home, name) for name in searching}
-        | {name: _without_padding(home, name) for name in encoding},
-    )
+    placing = with_globals(original, {name: _with_documents(home, name) for name in searching + encoding})
     if counting is None:
         return None
     place = parameters.index("position_ids") - 1

@@ -12,9 +12,9 @@ documents instead, which the function that stands in for transformers' "sdpa" kn
 As transformers' own masks, it has four dimensions: a model that is given it for its padding mask takes it as it is.
 Encoders' windows, which transformers writes out for whole rows too, are such a mask on a GPU.
 
-The places of documents are found once per step, for which the host waits as it does in transformers. A model that is
-compiled or captured keeps the written-out mask of packed and padded rows, and one with a module that does more with its
-mask than to pass it on keeps all.
+The places of documents are found once for each mask, for which the host waits as it does in transformers. A model that
+is compiled or captured keeps the written-out mask of packed and padded rows, and one with a module that does more with
+its mask than to pass it on keeps all.
 """
 
 import functools
@@ -30,6 +30,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_kernel.operators.attention import attention_with_sinks, obstacle, rows
+from liger_kernel.operators.common import autocast_dtype
 from liger_kernel.transformers.patching.attention import boundaries_of, dense_mask, is_tracing, passes_on, tokens_first
 from liger_kernel.transformers.patching.report import Report
 
@@ -163,9 +164,7 @@ def encoder_takes(config: Any, x: Tensor) -> bool:
     float16 and bfloat16 on a GPU."""
     if any(getattr(config, name, 0) for name in ("attention_dropout", "attention_probs_dropout_prob")):
         return False
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return device == "cpu" or (device == "cuda" and dtype in (torch.float16, torch.bfloat16))
+    return x.is_cpu or (x.is_cuda and (autocast_dtype(x) or x.dtype) in (torch.float16, torch.bfloat16))
 
 
 def use(report: Report) -> None:
