@@ -6,12 +6,14 @@
     python benchmarks/history.py rms_norm                       that operator over the commits
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they
-can be imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL
-1.16, of which these need torch and transformers alone), verl's and VeOmni's losses on few classes (--verl, --veomni,
-VERL_DIR, VEOMNI_DIR: unpacked wheels, which need torch alone), mamba-ssm's scan (--mamba-ssm, MAMBA_SSM_DIR: its
-unpacked sources, of which that is written in Triton) and liger_kernel with Triton (--triton-liger DIR: a folder that
-holds that package, which has our name). Of activate F.silu is one, torch's own operator of one tensor,
-whatever the activation. scaled_matmul rounds its rows and multiplies them; _scaled_mm and _int_mm get them rounded.
+can be imported, QuACK (--quack DIR or QUACK_DIR: the unpacked wheels of it, nvidia-cutlass-dsl, its libs-base,
+libs-core and libs-cu13, apache-tvm-ffi and torch-c-dlpack-ext), cut_cross_entropy, TRL's functions of a head (--trl,
+TRL_DIR: an unpacked wheel of TRL 1.16, of which these need torch and transformers alone), verl's and VeOmni's losses on
+few classes (--verl, --veomni, VERL_DIR, VEOMNI_DIR: unpacked wheels, which need torch alone), mamba-ssm's scan
+(--mamba-ssm, MAMBA_SSM_DIR: its unpacked sources, of which that is written in Triton) and liger_kernel with Triton
+(--triton-liger DIR: a folder that holds that package, which has our name). Of activate F.silu is one, torch's own
+operator of one tensor, whatever the activation. scaled_matmul rounds its rows and multiplies them; _scaled_mm and
+_int_mm get them rounded.
 
 Per shape and rival, forward / forward and backward:
   gpu    time of a call in a CUDA graph of many, inputs rotating over more than twice the L2 cache (ms)
@@ -51,6 +53,9 @@ from mamba_scan import SCANS  # noqa: E402
 from rivals import LIBRARIES, libraries  # noqa: E402
 
 MODES = ("forward", "forward+backward")
+UNPACKED = {
+    "trl": "TRL", "verl": "verl", "veomni": "VeOmni", "mamba-ssm": "mamba-ssm", "quack": "QuACK and what it needs",
+}  # fmt: skip
 
 
 def inputs(case, shape, options, args, seed=0):
@@ -384,6 +389,7 @@ def machine(args):
         "transformers": version_of("transformers"),
         "triton": version_of("triton"),
         "liger-kernel": version_of("liger-kernel", args.triton_liger) if args.triton_liger else None,
+        "quack-kernels": version_of("quack-kernels", args.quack) if args.quack else None,
         "commit": commit(ROOT),
         "date": str(date.today()),
     }
@@ -405,12 +411,12 @@ def main():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--rivals", help="only these, separated by commas: torch, compile, ...")
     p.add_argument("--triton-liger", help="the folder of a liger_kernel with Triton")
-    for package, name in {"trl": "TRL", "verl": "verl", "veomni": "VeOmni", "mamba-ssm": "mamba-ssm"}.items():
+    for package, name in UNPACKED.items():
         variable = f"{package.upper().replace('-', '_')}_DIR"
         p.add_argument(
             f"--{package}",
             default=os.environ.get(variable),
-            help=f"the folder of an unpacked wheel of {name}; default: {variable}, or where it is installed",
+            help=f"the folder of unpacked wheels of {name}; default: {variable}, or where it is installed",
         )
     p.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
     p.add_argument("--rounds", type=int, default=20, help="graph replays in turns")

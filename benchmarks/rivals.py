@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import site
 import sys
 import types
 from pathlib import Path
@@ -291,6 +292,8 @@ def libraries(args):
         if folder := getattr(args, package) or folder:
             found[rival] = make(folder)
     for name in ("quack", "cut_cross_entropy") if args.device == "cuda" else ():
+        if folder := getattr(args, name, None):
+            site.addsitedir(folder)  # also the folders that its .pth files name: CUTLASS's
         try:
             found[name] = importlib.import_module(name)
         except ImportError:

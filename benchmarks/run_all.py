@@ -20,8 +20,8 @@ all the same, and go on the next time.
 A measurement that goes on from one machine to the next may keep its parts in the repository (--work benchmarks/parts),
 until the result is whole.
 
-Without --triton-liger, --trl, --verl, --veomni or --mamba-ssm (folders of unpacked wheels, or of sources) these rivals
-are left out, and what needs them is skipped.
+Without --triton-liger, --trl, --verl, --veomni, --mamba-ssm or --quack (folders of unpacked wheels, or of sources)
+these rivals are left out, and what needs them is skipped.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-RIVALS = ("triton-liger", "trl", "verl", "veomni", "mamba-ssm")
+RIVALS = ("triton-liger", "trl", "verl", "veomni", "mamba-ssm", "quack")
 #: Operators that have a file of their own; operators.json has the others.
 EXPERTS = (
     "fused_experts,gated_rms_norm,xielu,attention_residuals,causal_softmax,gated_packed,mhc_pre,mhc_coefficients,"
@@ -156,6 +156,8 @@ RUNS = {
     ), 10, TINY_E2E),
     "operators": Run("{card}.json", BENCH, (f"--op {OTHERS} {{triton-liger}}",), 10,
         f"{TINY_BENCH} rms_norm --shape 4,16", ("gpu", "cpu")),
+    "quack": Run("quack-{card}.json", BENCH, ("--op rms_norm,cross_entropy,softmax --rivals quack {quack}",), 10,
+        needs=("quack",)),
     "experts": Run("experts-{card}.json", BENCH, (f"--op {EXPERTS} {{triton-liger}}",), 10,
         f"{TINY_BENCH} xielu --shape 4,16"),
     "topk": Run("topk-{card}.json", BENCH, ("--op linear_topk_divergence --rivals trl {trl}",), 10, needs=("trl",)),
