@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RECORDED = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())
-PACKAGES = ("torch", "cuda", "transformers", "peft", "bitsandbytes", "triton", "trl", "liger-kernel")
+PACKAGES = ("torch", "cuda", "transformers", "peft", "bitsandbytes", "triton", "trl", "liger-kernel", "quack-kernels")
 
 
 @dataclass(frozen=True)
