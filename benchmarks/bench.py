@@ -58,6 +58,11 @@ UNPACKED = {
 }  # fmt: skip
 
 
+def in_json(options):
+    """Options with dtypes by name."""
+    return {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in options.items()}
+
+
 def inputs(case, shape, options, args, seed=0):
     with torch.device(args.device):
         return case.inputs(shape, options, args.dtype, args.device, seed)
@@ -287,7 +292,7 @@ def measure(case, shape, options, args):
             -max(1, min(64, 2**30 // size)) // rotate
         )  # the start of a replay takes some us, as much as a small call
     field = contestants(case, shape, options, args, rotate)
-    rows = {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}
+    rows = {c.name: {"case": case.name, "shape": shape, "options": in_json(options), "rival": c.name} for c in field}
     floor = floor_time(case, shape, options, args)
     for m, mode in enumerate(MODES):
         if args.device == "cuda":
@@ -322,7 +327,10 @@ def measure(case, shape, options, args):
 def measure_host(case, options, args):
     """Host time at the case's second test shape, where the work is next to nothing, with the first of its options."""
     field = contestants(case, case.shapes[1], options, args, 1)
-    rows = {c.name: {"case": case.name, "shape": case.shapes[1], "options": options, "rival": c.name} for c in field}
+    rows = {
+        c.name: {"case": case.name, "shape": case.shapes[1], "options": in_json(options), "rival": c.name}
+        for c in field
+    }
     for mode in MODES:
         for name, us in host_times(field, mode, args.device).items():
             rows[name][f"host {mode}"] = us
@@ -441,7 +449,7 @@ def main():
         if args.shape:
             benches = [(tuple(map(int, args.shape.split(","))), benches[0][1])]
         for shape, options in [] if args.host else benches:
-            if (name, tuple(shape), json.dumps(options), False) in has:
+            if (name, tuple(shape), json.dumps(in_json(options)), False) in has:
                 continue
             print(f"{name} {shape} {options}", file=sys.stderr)
             found = measure(case, shape, options, args)
@@ -450,7 +458,7 @@ def main():
             torch._dynamo.reset()
             if args.device == "cuda":
                 empty_cache()
-        alone = name, tuple(case.shapes[1]), json.dumps(case.options[0]), True
+        alone = name, tuple(case.shapes[1]), json.dumps(in_json(case.options[0])), True
         if (args.host or args.device == "cuda") and alone not in has:
             rows += measure_host(case, case.options[0], args)
             torch._dynamo.reset()

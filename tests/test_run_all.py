@@ -226,6 +226,17 @@ def test_the_operators_of_bench_are_parts(monkeypatch):
     ]
 
 
+def test_rows_whose_options_have_dtypes_are_kept(tmp_path):
+    """`route` is timed on a CPU with chosen experts in uint8."""
+    line = "--device cpu --op route --rivals torch --seconds 0.001 --go-on --out".split()
+    command = [sys.executable, str(ROOT / "benchmarks/bench.py"), *line, str(tmp_path / "rows.json")]
+    rows = []
+    for _ in range(2):  # the second time nothing is measured
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
+        rows.append(json.loads((tmp_path / "rows.json").read_text())["rows"])
+    assert rows[0] == rows[1] and {row["options"].get("given") for row in rows[0]} == {None, "uint8"}
+
+
 def test_a_limit_of_time():
     began = time.monotonic()
     failed = run_all.call([sys.executable, "-c", "import time; time.sleep(60)"], 0.5, {})
