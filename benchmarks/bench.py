@@ -63,6 +63,12 @@ def in_json(options):
     return {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in options.items()}
 
 
+def rows_of(field, case, shape, options):
+    """rival -> its row, without times."""
+    options = in_json(options)
+    return {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}
+
+
 def inputs(case, shape, options, args, seed=0):
     with torch.device(args.device):
         return case.inputs(shape, options, args.dtype, args.device, seed)
@@ -292,7 +298,7 @@ def measure(case, shape, options, args):
             -max(1, min(64, 2**30 // size)) // rotate
         )  # the start of a replay takes some us, as much as a small call
     field = contestants(case, shape, options, args, rotate)
-    rows = {c.name: {"case": case.name, "shape": shape, "options": in_json(options), "rival": c.name} for c in field}
+    rows = rows_of(field, case, shape, options)
     floor = floor_time(case, shape, options, args)
     for m, mode in enumerate(MODES):
         if args.device == "cuda":
@@ -327,10 +333,7 @@ def measure(case, shape, options, args):
 def measure_host(case, options, args):
     """Host time at the case's second test shape, where the work is next to nothing, with the first of its options."""
     field = contestants(case, case.shapes[1], options, args, 1)
-    rows = {
-        c.name: {"case": case.name, "shape": case.shapes[1], "options": in_json(options), "rival": c.name}
-        for c in field
-    }
+    rows = rows_of(field, case, case.shapes[1], options)
     for mode in MODES:
         for name, us in host_times(field, mode, args.device).items():
             rows[name][f"host {mode}"] = us

@@ -80,7 +80,7 @@ def best_rival(rivals):
     return min((row for name, row in rivals.items() if name != OURS), key=time)
 
 
-#: Options that no table names: they are the same in all rows of a case.
+#: Options that no table names: the others tell the rows of a case apart.
 UNNAMED = {
     "unlabelled", "weight_hard_loss", "weight_soft_loss", "transposed", "biases", "limit", "alpha", "up_offset",
 }  # fmt: skip
@@ -88,8 +88,8 @@ UNNAMED = {
 
 def label(key):
     name, shape, options = key
-    options = {k: v for k, v in json.loads(options).items() if (k, v) not in (("ignored", 0.0), ("hot", 0.0))}
-    options = {k: v for k, v in options.items() if k not in UNNAMED}
+    usual = ("ignored", 0.0), ("hot", 0.0)
+    options = {k: v for k, v in json.loads(options).items() if k not in UNNAMED and (k, v) not in usual}
     if "max_bytes" in options:
         options["max_bytes"] = f"{options['max_bytes'] >> 20} MiB"
     values = ", ".join(str(v) if isinstance(v, str) else f"{k} {v}" for k, v in options.items())
