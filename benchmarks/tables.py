@@ -113,7 +113,7 @@ def table(chosen, memory):
             f"{time(best, beside=[ours]) / time(ours, beside=[best]):.2f}x",
         ]
         if memory:
-            extra = [row.get(f"extra {BOTH}", row.get(f"peak {BOTH}")) for row in (ours, best)]
+            extra = [row[f"extra {BOTH}"] for row in (ours, best)]
             line.append(" / ".join(f"{mib:,.0f}" for mib in extra))
             line.append(format(ours[f"rate {BOTH}"], ".2f") if f"rate {BOTH}" in ours else "")
         lines.append(line)
