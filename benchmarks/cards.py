@@ -182,7 +182,6 @@ def _operators(file: str, report) -> list[str] | None:
     plain, best = {}, {}
     for key, rivals in cases(report["rows"]).items() if "rows" in report else ():
         ours = rivals.pop(OURS, None)
-        rivals.pop("before", None)  # this library at an earlier commit
         if ours and rivals:
             best[key] = min(time(row, beside=[ours]) / time(ours, beside=[row]) for row in rivals.values())
         if ours and "torch" in rivals:

@@ -34,7 +34,6 @@ from tables import (
     levels,
     lora,
     named,
-    norms,
     of_lora,
     one_family,
     over_ranks,
@@ -134,7 +133,6 @@ MASKED = {arm: name for arm, name in SMALL.items() if arm != "ours+adamw+passes"
 TABLES = (
     Table("performance.md", "operators", "{card}.json", of_models),
     Table("performance.md", "quack", "quack-{card}.json", of_all),
-    Table("performance.md", "norms", "norms-h200.json", norms),
     Table("performance.md", "cpu", "cpu-avx512.json", lambda r: table(parted(named(r["rows"]))[0], False)),
     Table("performance.md", "newer", "experts-{card}.json", lambda r: table(parted(cases(r["rows"]))[0], True)),
     Table("performance.md", "topk", "topk-{card}.json", of_all),

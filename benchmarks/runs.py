@@ -201,5 +201,3 @@ RUNS = {
     ), 8, "--models tiny:llama --documents 4 --longest 24 --tokens 0"),
     "gemm-bits": Run("gemm-bits-{card}.json", "benchmarks/gemm_bits.py", ("",), 5),
 }  # fmt: skip
-#: Results that one run has made, and why they are not made again.
-ONCE = {"norms-{card}.json": "it compares with a library of an older commit"}

@@ -212,13 +212,15 @@ def with_graphs(report):
 
 
 def in_turns(report, first, **names):
-    """A table with a row for each model and shape and a column for each arm of `names`, against the arm `first`."""
+    """A table with a row for each model and shape and a column for each arm of `names` that was measured, against the
+    arm `first`."""
     shapes = {}
     for row in report["rows"]:
         if row["result"] is None:  # out of memory
             continue
         shape = row["model"], f"{row['result']['batch']} x {row['length']:,}"
         shapes.setdefault(shape, {})[row["arm"]] = row["result"]
+    names = {arm: name for arm, name in names.items() if any(arm in arms for arms in shapes.values())}
     lines = []
     for shape, arms in shapes.items():
         line = [*shape]
@@ -312,18 +314,6 @@ def replacements(report):
         for row in report["rows"]
     ]
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
-
-
-def norms(report):
-    """Forward and backward of norms against `before`: of each the first shape, and one of odd width."""
-    lines, seen = [], set()
-    for key, rivals in cases(report["rows"]).items():
-        if key[0] in seen and key[:2] != ("rms_norm", (16384, 4095)):
-            continue
-        seen.add(key[0])
-        ours, before = (time(rivals[rival]) for rival in (OURS, "before"))
-        lines.append([label(key), f"{ours:.3f}", f"{before:.3f}", f"{ours / before:.2f}"])
-    return tabulate(lines, ["case", "ms", "older, ms", "ratio"], tablefmt="github", disable_numparse=True)
 
 
 def by_base(report):
