@@ -286,11 +286,12 @@ struct FusedExperts {
               at::empty_symint({record.keep ? pairs : none, record.keep ? twice : none}, x_.options())};
     }
     const Routing r = sorted_by_expert(in.index, gate_up.size(0), o);
-    const Tensor x = spread(x_, r), experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
-    const GatedRows gated = gated_rows(x, in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
+    const Tensor experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
+    // The rows of x are gone before those of the second product are there.
+    const GatedRows gated = gated_rows(spread(x_, r), in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
     const Tensor outputs = add_bias(in.of.down_of(o).apply(gated.h, r.ends), down_bias, experts);
     return {combine(outputs, r, as_numbers(in.of.weights)), r.order, r.place, r.ends,
-            record.keep ? gated.a : at::empty({0, 0}, x.options())};
+            record.keep ? gated.a : at::empty({0, 0}, x_.options())};
   }
 
   static Saved save(const Inputs& in, const Results& out) { return {in.of, out.order, out.place, out.ends, out.kept}; }
@@ -321,8 +322,9 @@ struct FusedExperts {
     Tensor da, h, dweights;  // the gradient of gate and up, weight · activated, the gradient of weights
     Tensor low_dy, low_da;   // low_of_gradient of dy and da where there are adapters
 
+    /// overwrite: da has the memory of what forward has kept.
     Pairs(const Upstream& up, const Saved& s, const fused_experts::Matrix& gate_up, const fused_experts::Matrix& down,
-          const Options& o)
+          const Options& o, bool overwrite)
         : r{s.order.to(at::kInt).contiguous(), s.place.to(at::kInt).contiguous(), s.ends.to(at::kInt).contiguous()},
           x(fused_experts::spread(s.of.x, r)),
           dy(fused_experts::spread(up.dy, r)) {
@@ -332,6 +334,7 @@ struct FusedExperts {
           s.kept.numel() > 0 ? s.kept.contiguous() : add_bias(gate_up.apply(x, r.ends), s.of.gate_up_bias, experts);
       if (s.of.down_a) low_dy = down.low_of_gradient(dy, r.ends);
       h = down.apply_transposed(dy, low_dy, r.ends);  // and then weight · activated
+      da = overwrite || s.kept.numel() == 0 ? a : output(at::empty(a.sizes(), a.options()));
       activate(s, o, a);
       if (s.of.gate_up_a) low_da = gate_up.low_of_gradient(da, r.ends);
     }
@@ -344,7 +347,6 @@ struct FusedExperts {
       const auto floats = weights.options().dtype(at::kFloat);
       dweights =
           r.order.numel() < weights.numel() ? at::zeros(weights.sizes(), floats) : at::empty(weights.sizes(), floats);
-      da = s.kept.numel() > 0 ? output(at::empty(a.sizes(), a.options())) : a;
       run(experts_backward, da,
           {.a = data(a),
            .da = da.data_ptr(),
@@ -362,6 +364,17 @@ struct FusedExperts {
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted,
                                     const Options& o) {
+    return run_backward(up, s, wanted, o, false);
+  }
+  static Gradients<Tensor> last_backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted,
+                                         const Options& o) {
+    s.kept.unsafeGetTensorImpl()->bump_version();
+    return run_backward(up, s, wanted, o, true);
+  }
+
+  /// overwrite: the gradients of gate and up are written over what forward has kept of these.
+  static Gradients<Tensor> run_backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted,
+                                        const Options& o, bool overwrite) {
     using namespace fused_experts;
     check_saved(up, s, wanted, o);
     Gradients<Tensor> d;
@@ -382,7 +395,7 @@ struct FusedExperts {
               like(wanted.ddown_b, of.down_b)};
     }
     Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
-    Pairs p(up, s, gate_up, down, o);
+    Pairs p(up, s, gate_up, down, o, overwrite);
     down.of.reset();  // of 8 bits it was a copy
     if (of.down_bias && wanted.dweights)
       p.dweights.add_(p.r.of_tokens((p.dy * of.down_bias->index_select(0, p.experts)).sum(1, false, at::kFloat)));
@@ -393,16 +406,19 @@ struct FusedExperts {
       return sum_by_expert(rows, p.r, p.experts).to(like.scalar_type());
     };
     const Tensor& ends = p.r.ends;
-    if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
-    if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
-    if (wanted.ddown) d.ddown = outer(p.dy, p.h);
+    // The second matrix first: what its gradients alone read makes room for those of the first, which are larger.
     if (wanted.dweights) d.dweights = p.dweights.to(of.weights.scalar_type());
-    if (wanted.dgate_up_bias) d.dgate_up_bias = by_expert(p.da, *of.gate_up_bias);
-    if (wanted.dgate_up_a) d.dgate_up_a = multiplied(grouped_outer(p.low_da, p.x, ends), gate_up.scale);
-    if (wanted.dgate_up_b) d.dgate_up_b = multiplied(grouped_outer(p.da, gate_up.low(p.x, ends), ends), gate_up.scale);
+    if (wanted.ddown) d.ddown = outer(p.dy, p.h);
     if (wanted.ddown_a) d.ddown_a = multiplied(grouped_outer(p.low_dy, p.h, ends), down.scale);
     if (wanted.ddown_b) d.ddown_b = multiplied(grouped_outer(p.dy, down.low(p.h, ends), ends), down.scale);
     if (wanted.ddown_bias) d.ddown_bias = by_expert(p.dy * p.r.of_pairs(of.weights).unsqueeze(1), *of.down_bias);
+    for (Tensor* read : {&p.dy, &p.h, &p.low_dy}) read->reset();
+    if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
+    gate_up.of.reset();
+    if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
+    if (wanted.dgate_up_bias) d.dgate_up_bias = by_expert(p.da, *of.gate_up_bias);
+    if (wanted.dgate_up_a) d.dgate_up_a = multiplied(grouped_outer(p.low_da, p.x, ends), gate_up.scale);
+    if (wanted.dgate_up_b) d.dgate_up_b = multiplied(grouped_outer(p.da, gate_up.low(p.x, ends), ends), gate_up.scale);
     return d;
   }
 };

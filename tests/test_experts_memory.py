@@ -1,0 +1,68 @@
+"""What fused_experts holds beside its inputs, where forward keeps gate and up."""
+
+import pytest
+import torch
+from liger_kernel.operators.experts import Adapter, fused_experts
+from test_eight_bit import DEVICES
+from test_gated_mlp_memory import peak
+
+TOKENS, K, HIDDEN, WIDTH, EXPERTS, RANK = 512, 2, 64, 512, 8, 8
+PAIRS = TOKENS * K
+PRODUCT = 2 * PAIRS * WIDTH  # bytes of gate, up or their product in 16 bits
+ROWS = 2 * PAIRS * HIDDEN  # of the pairs' rows of x, y or a gradient of these
+WEIGHT = 2 * EXPERTS * WIDTH * HIDDEN  # of gate, up or down, of all experts
+#: What adapters make of pairs and their gradients, the pairs' places and weights.
+SMALL = 2 * RANK * (2 * PAIRS + 3 * EXPERTS * (HIDDEN + WIDTH)) + 64 * PAIRS
+assert SMALL < PRODUCT / 2
+
+
+def inputs(device, adapted):
+    """What has a gradient, dy, and a call of fused_experts."""
+    torch.manual_seed(0)
+    on = dict(device=device, dtype=torch.bfloat16)
+    gate_up, down = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, **on), torch.randn(EXPERTS, HIDDEN, WIDTH, **on)
+    x, dy = (torch.randn(TOKENS, HIDDEN, **on) for _ in range(2))
+    weights, index = torch.rand(TOKENS, K, device=device), torch.randint(EXPERTS, (TOKENS, K), device=device)
+    sizes = (RANK, HIDDEN), (2 * WIDTH, RANK), (RANK, WIDTH), (HIDDEN, RANK)
+    adapters = [torch.randn(EXPERTS, *size, **on).requires_grad_() for size in sizes]
+    of = [t.requires_grad_() for t in (x, weights, *([] if adapted else [gate_up, down]))]
+    options = {}
+    if adapted:
+        of += adapters
+        options = dict(gate_up_adapter=Adapter(*adapters[:2], 1.0), down_adapter=Adapter(*adapters[2:], 1.0))
+    return of, dy, lambda: fused_experts(x, gate_up, down, index, weights, recompute=False, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_backward(device, adapted):
+    """The last backward pass of a graph writes the gradients of gate and up over these; an earlier pass leaves all as
+    it was. Gradients of the second matrix are made first: what they alone read is not held beside those of the first,
+    which are larger."""
+    of, dy, call = inputs(device, adapted)
+    grads = lambda y, keep: torch.autograd.grad(y, of, dy, retain_graph=keep)
+    y = call()
+    first = peak(lambda: grads(y, True), device)[1]  # with what a GPU's GEMMs hold from then on
+    kept, second = peak(lambda: grads(y, True), device)
+    last, third = peak(lambda: grads(y, False), device)
+    for one, two, three in zip(first, second, third):
+        assert torch.equal(one, two) and torch.equal(one, three)
+    # With adapters the product's gradient is a sum of two terms: the most is held before gradients of gate and up.
+    assert kept - last >= (1.9 - 0.9 * adapted) * PRODUCT
+    before = 2 * ROWS + PRODUCT + WEIGHT  # the rows of x and dy, the product, the gradient of down
+    after = ROWS + 3 * WEIGHT + 3 * ROWS // 2  # the rows of x, all gradients, and of x's first those of pairs
+    if adapted:
+        before, after = 3 * ROWS + 2 * PRODUCT, 3 * ROWS
+    assert last <= max(before, after) + SMALL
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        grads(y, False)
+
+
+def test_gradients_of_gate_and_up_are_seen():
+    """Whoever holds what the graph has saved sees that it has been written to."""
+    held = []
+    of, dy, call = inputs("cpu", False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append((t, t._version)) or t, lambda t: t):
+        y = call()
+    y.backward(dy)
+    assert [t.shape for t, version in held if t._version != version] == [(PAIRS, 2 * WIDTH)]
