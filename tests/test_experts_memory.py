@@ -16,7 +16,7 @@ SMALL = 2 * RANK * (2 * PAIRS + 3 * EXPERTS * (HIDDEN + WIDTH)) + 64 * PAIRS
 assert SMALL < PRODUCT / 2
 
 
-def inputs(device, adapted):
+def inputs(device, of_experts):
     """What has a gradient, dy, and a call of fused_experts."""
     torch.manual_seed(0)
     on = dict(device=device, dtype=torch.bfloat16)
@@ -24,22 +24,25 @@ def inputs(device, adapted):
     x, dy = (torch.randn(TOKENS, HIDDEN, **on) for _ in range(2))
     weights, index = torch.rand(TOKENS, K, device=device), torch.randint(EXPERTS, (TOKENS, K), device=device)
     sizes = (RANK, HIDDEN), (2 * WIDTH, RANK), (RANK, WIDTH), (HIDDEN, RANK)
-    adapters = [torch.randn(EXPERTS, *size, **on).requires_grad_() for size in sizes]
-    of = [t.requires_grad_() for t in (x, weights, *([] if adapted else [gate_up, down]))]
-    options = {}
-    if adapted:
-        of += adapters
+    adapters = [torch.randn(EXPERTS, *size, **on) for size in sizes]
+    biases = [torch.randn(EXPERTS, size, **on) for size in (2 * WIDTH, HIDDEN)]
+    trained = {"weights": [gate_up, down], "biases": [gate_up, down, *biases], "adapters": adapters}[of_experts]
+    of, options = [t.requires_grad_() for t in (x, weights, *trained)], {}
+    if of_experts == "biases":
+        options = dict(zip(("gate_up_bias", "down_bias"), biases))
+    if of_experts == "adapters":
         options = dict(gate_up_adapter=Adapter(*adapters[:2], 1.0), down_adapter=Adapter(*adapters[2:], 1.0))
     return of, dy, lambda: fused_experts(x, gate_up, down, index, weights, recompute=False, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("adapted", [False, True])
-def test_backward(device, adapted):
+@pytest.mark.parametrize("of_experts", ["weights", "biases", "adapters"])
+def test_backward(device, of_experts):
     """The last backward pass of a graph writes the gradients of gate and up over these; an earlier pass leaves all as
     it was. Gradients of the second matrix are made first: what they alone read is not held beside those of the first,
-    which are larger."""
-    of, dy, call = inputs(device, adapted)
+    which are larger, and biases' are sums without copies of the rows."""
+    adapted = of_experts == "adapters"
+    of, dy, call = inputs(device, of_experts)
     grads = lambda y, keep: torch.autograd.grad(y, of, dy, retain_graph=keep)
     y = call()
     first = peak(lambda: grads(y, True), device)[1]  # with what a GPU's GEMMs hold from then on
@@ -53,6 +56,8 @@ def test_backward(device, adapted):
     after = ROWS + 3 * WEIGHT + 3 * ROWS // 2  # the rows of x, all gradients, and of x's first those of pairs
     if adapted:
         before, after = 3 * ROWS + 2 * PRODUCT, 3 * ROWS
+    if of_experts == "biases" and device == "cpu":  # a sum has a copy of an expert's rows in float
+        after += 3 / 2 * 4 * PRODUCT / EXPERTS
     assert last <= max(before, after) + SMALL
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         grads(y, False)
@@ -61,7 +66,7 @@ def test_backward(device, adapted):
 def test_gradients_of_gate_and_up_are_seen():
     """Whoever holds what the graph has saved sees that it has been written to."""
     held = []
-    of, dy, call = inputs("cpu", False)
+    of, dy, call = inputs("cpu", "weights")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append((t, t._version)) or t, lambda t: t):
         y = call()
     y.backward(dy)

@@ -20,6 +20,8 @@ bool fits(const Tensor& t) {
   return units == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
+bool is_16_bit(const Tensor& t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
+
 bool fits_aten(const Tensor& a, const Tensor& b) {
   return a.is_cuda() && a.scalar_type() == at::kBFloat16 && fits(a) && fits(b);
 }
@@ -29,9 +31,8 @@ bool fits_aten(const Tensor& a, const Tensor& b) {
 /// 2048 rows per group on, and ours 1.03 to 1.3 times up to 1024.
 bool fits_ours(const Tensor& a, const Tensor& b, int64_t groups) {
   const int64_t rows = a.size(0);
-  const bool is_16_bit = a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kHalf;
   constexpr int64_t kMostRows = 1536, kMost = std::numeric_limits<int>::max();
-  if (!is_16_bit || !has_grouped.has(Backend(a.device().type())) || groups > kGroupedMost || a.stride(1) != 1 ||
+  if (!is_16_bit(a) || !has_grouped.has(Backend(a.device().type())) || groups > kGroupedMost || a.stride(1) != 1 ||
       b.size(-1) % 8 != 0 || !fits(a) || !fits(b) || rows > kMost || a.size(1) > kMost || b.size(-1) > kMost ||
       b.size(-2) > kMost || (rows > kMostRows * groups && fits_aten(a, b) && !is_batch_invariant()))
     return false;
@@ -124,6 +125,27 @@ Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends) {
     Tensor part = out.select(0, g);
     if (n > 0) at::mm_out(part, a.narrow(0, begin, n).t(), b.narrow(0, begin, n));
     else part.zero_();
+  });
+  return out;
+}
+
+Tensor grouped_sum(const Tensor& rows, const Tensor& factor, const Tensor& ends) {
+  if (is_16_bit(rows) && !rows.is_cpu()) {  // a product with few columns, as wide as its kernels need them
+    const Tensor factors = at::zeros({rows.size(0), 8}, rows.options());
+    if (!factor.defined()) {
+      factors.select(1, 0).fill_(1);
+      return grouped_outer(factors, rows, ends).select(1, 0).contiguous();
+    }
+    // Of two terms, which together have as many bits as their float needs.
+    const Tensor first = factors.select(1, 0).copy_(factor);
+    factors.select(1, 1).copy_(factor - first);
+    return grouped_outer(factors, rows, ends).narrow(1, 0, 2).sum(1);
+  }
+  const Tensor out = at::empty({ends.numel(), rows.size(1)}, rows.options());
+  for_groups(ends, [&](int64_t g, int64_t begin, int64_t n) {
+    const Tensor part = rows.narrow(0, begin, n);
+    out.select(0, g).copy_(factor.defined() ? factor.narrow(0, begin, n).unsqueeze(0).mm(part.to(at::kFloat)).squeeze(0)
+                                            : part.sum(0, false, at::kFloat));
   });
   return out;
 }

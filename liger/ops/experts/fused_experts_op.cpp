@@ -24,10 +24,7 @@ struct Routing {
     return found.masked_fill_(place.lt(0), 0);
   }
   /// The tokens' values [tokens, k], in the order of the sorted pairs and in float: [pairs].
-  Tensor of_pairs(const Tensor& of_tokens) const {
-    const Tensor valid = at::arange(order.numel(), ends.options()).lt(ends[-1]);
-    return of_tokens.reshape(-1).to(at::kFloat).index_select(0, order).mul_(valid);
-  }
+  Tensor of_pairs(const Tensor& of_tokens) const { return of_tokens.reshape(-1).to(at::kFloat).index_select(0, order); }
 };
 
 /// The rows of buffers of pairs: all pairs', or most_rows where that is less.
@@ -85,14 +82,6 @@ Tensor experts_of(const Routing& r) {
 
 Tensor add_bias(const Tensor& t, const OptTensor& bias, const Tensor& experts) {
   return bias ? t.add_(bias->index_select(0, experts)) : t;
-}
-
-/// Σ rows[p] over the pairs of each expert, in float: [experts, cols].
-Tensor sum_by_expert(const Tensor& rows, const Routing& r, const Tensor& experts) {
-  const Tensor one_hot = at::zeros({r.ends.numel(), rows.size(0)}, rows.options().dtype(at::kFloat));
-  const Tensor valid = at::arange(rows.size(0), r.ends.options()).lt(r.ends[-1]);
-  const Tensor kept = at::where(valid.unsqueeze(1), rows.to(at::kFloat), at::scalar_tensor(0., one_hot.options()));
-  return one_hot.scatter_(0, experts.to(at::kLong).unsqueeze(0), 1).mm(kept);
 }
 
 /// A matrix of every expert, and what adapters add to it: y = x matrix + scale · (x aᵀ) bᵀ.
@@ -402,21 +391,18 @@ struct FusedExperts {
     const auto outer = [&](const Tensor& d_out, const Tensor& in) {
       return o.transposed ? grouped_outer(in, d_out, p.r.ends) : grouped_outer(d_out, in, p.r.ends);
     };
-    const auto by_expert = [&](const Tensor& rows, const Tensor& like) {
-      return sum_by_expert(rows, p.r, p.experts).to(like.scalar_type());
-    };
     const Tensor& ends = p.r.ends;
     // The second matrix first: what its gradients alone read makes room for those of the first, which are larger.
     if (wanted.dweights) d.dweights = p.dweights.to(of.weights.scalar_type());
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
     if (wanted.ddown_a) d.ddown_a = multiplied(grouped_outer(p.low_dy, p.h, ends), down.scale);
     if (wanted.ddown_b) d.ddown_b = multiplied(grouped_outer(p.dy, down.low(p.h, ends), ends), down.scale);
-    if (wanted.ddown_bias) d.ddown_bias = by_expert(p.dy * p.r.of_pairs(of.weights).unsqueeze(1), *of.down_bias);
+    if (wanted.ddown_bias) d.ddown_bias = grouped_sum(p.dy, p.r.of_pairs(of.weights), ends);
     for (Tensor* read : {&p.dy, &p.h, &p.low_dy}) read->reset();
     if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
     gate_up.of.reset();
     if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
-    if (wanted.dgate_up_bias) d.dgate_up_bias = by_expert(p.da, *of.gate_up_bias);
+    if (wanted.dgate_up_bias) d.dgate_up_bias = grouped_sum(p.da, {}, ends);
     if (wanted.dgate_up_a) d.dgate_up_a = multiplied(grouped_outer(p.low_da, p.x, ends), gate_up.scale);
     if (wanted.dgate_up_b) d.dgate_up_b = multiplied(grouped_outer(p.da, gate_up.low(p.x, ends), ends), gate_up.scale);
     return d;
