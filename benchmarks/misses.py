@@ -153,13 +153,11 @@ CASES = (
     Case("norms of odd widths", "{card}.json", of_limit("rms_norm,fused_add_rms_norm,layer_norm", odd), COPY, 0.70,
          "the weight is aligned differently from the row and is read element by element; a row touches one pack more "
          "than the threads share evenly", True),
-    Case("CPU, bfloat16, 256 columns: preference and policy losses, linear_jsd", "cpu-losses-bfloat16.json",
+    Case("CPU, 256 columns: preference and policy losses, linear_jsd", "cpu-avx512.json",
          of_gemms("linear_dpo,linear_orpo,linear_kto,linear_grpo,linear_jsd"), GEMMS, 1.2,
-         "in linear_orpo, the passes over the logits take 0.11 of the GEMMs; the rest was not identified under other "
-         "load on the machine"),
-    Case("CPU: layer_norm, group_norm, softmax", "cpu-avx512-kept-memory.json",
-         of_rival("layer_norm,group_norm,softmax", "torch", rate=True), TORCH, 2.0,
-         "eager runs at the memory's rate there", True),
+         "the passes over the logits; not analysed further"),
+    Case("CPU: layer_norm, group_norm", "cpu-avx512.json", of_rival("layer_norm,group_norm", "torch", rate=True), TORCH,
+         2.0, "eager runs at the memory's rate there", True),
 )  # fmt: skip
 
 
