@@ -10,7 +10,8 @@ can be imported, QuACK (--quack DIR or QUACK_DIR: the unpacked wheels of it, nvi
 libs-core and libs-cu13, apache-tvm-ffi and torch-c-dlpack-ext), cut_cross_entropy, TRL's functions of a head (--trl,
 TRL_DIR: an unpacked wheel of TRL 1.16, of which these need torch and transformers alone), verl's and VeOmni's losses on
 few classes (--verl, --veomni, VERL_DIR, VEOMNI_DIR: unpacked wheels, which need torch alone), mamba-ssm's scan
-(--mamba-ssm, MAMBA_SSM_DIR: its unpacked sources, of which that is written in Triton) and liger_kernel with Triton
+(--mamba-ssm, MAMBA_SSM_DIR: its unpacked sources, of which that is written in Triton), FLA's recurrences (--fla,
+FLA_DIR: unpacked wheels of fla-core and einops) and liger_kernel with Triton
 (--triton-liger DIR: a folder that holds that package, which has our name). Of activate F.silu is one, torch's own
 operator of one tensor, whatever the activation. scaled_matmul rounds its rows and multiplies them; _scaled_mm and
 _int_mm get them rounded.
@@ -55,6 +56,7 @@ from rivals import LIBRARIES, libraries  # noqa: E402
 MODES = ("forward", "forward+backward")
 UNPACKED = {
     "trl": "TRL", "verl": "verl", "veomni": "VeOmni", "mamba-ssm": "mamba-ssm", "quack": "QuACK and what it needs",
+    "fla": "fla-core and einops",
 }  # fmt: skip
 
 
@@ -401,6 +403,7 @@ def machine(args):
         "triton": version_of("triton"),
         "liger-kernel": version_of("liger-kernel", args.triton_liger) if args.triton_liger else None,
         "quack-kernels": version_of("quack-kernels", args.quack) if args.quack else None,
+        "fla-core": version_of("fla-core", args.fla) if args.fla else None,
         "commit": commit(ROOT),
         "date": str(date.today()),
     }

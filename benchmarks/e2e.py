@@ -10,8 +10,9 @@ so on, unless --no-shrink. Results are added to the file --out when a process en
 it was. Of an arm with the option plan they have what was measured of a layer at each level, and how many layers have
 which.
 
-An arm is plain transformers, liger with Triton or this library, with options: plain+compile, ours+adamw+graph; what
-they are, liger_kernel/measure/arm.py says. One model on one machine is measured by `python -m liger_kernel.measure`.
+An arm is plain transformers, fla (plain with the recurrences of FLA, which --fla names), liger with Triton or this
+library, with options: plain+compile, ours+adamw+graph; what they are, liger_kernel/measure/arm.py says. One model on
+one machine is measured by `python -m liger_kernel.measure`.
 """
 
 import argparse
@@ -22,12 +23,13 @@ from pathlib import Path
 import torch
 from liger_kernel.measure.arm import OPTIONS
 from liger_kernel.measure.launch import run_arm
-from liger_kernel.measure.machine import machine
+from liger_kernel.measure.machine import machine, version_of
 from liger_kernel.measure.report import table
 from liger_kernel.measure.shapes import SHAPES
 from provenance import save
 
 ARMS = ("plain", "triton", "ours")
+RIVALS = {"triton": ("triton-liger", "liger_kernel"), "fla": ("fla", "fla")}  # the option, what its folder holds
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -45,6 +47,7 @@ def arguments():
     add("--budget", default="70GiB", help="of memory, for the option plan (default: %(default)s)")
     add("--profile", action="store_true", help="also where the time of a step goes, by the name of each kernel")
     add("--triton-liger", metavar="DIR", default="", help="a folder that holds liger_kernel with Triton")
+    add("--fla", metavar="DIR", default="", help="a folder that holds fla-core and einops")
     add("--again", action="store_true", help="measure also what --out has")
     add("--out", type=Path, default=Path("out/e2e.json"), help="default: %(default)s")
     args = parser.parse_args()
@@ -52,19 +55,21 @@ def arguments():
     args.models, args.arms = args.models.split(","), args.arms.split(",")
     sides = [arm.split("+")[0] for arm in args.arms]
     options = [option for arm in args.arms for option in arm.split("+")[1:]]
-    for given, known in ((args.models, SHAPES), (sides, ARMS), (options, OPTIONS)):
+    for given, known in ((args.models, SHAPES), (sides, (*ARMS, "fla")), (options, OPTIONS)):
         if unknown := set(given).difference(known):
             parser.error(f"there is no {', '.join(sorted(unknown))}")
     args.lengths = sorted(int(n) for n in args.lengths.split(","))
-    if "triton" in sides and not Path(args.triton_liger, "liger_kernel").is_dir():
-        parser.error("--arms triton: --triton-liger names the folder that holds that liger_kernel")
+    args.rivals = {"triton": args.triton_liger, "fla": args.fla}
+    for side, (option, package) in RIVALS.items():
+        if side in sides and not Path(args.rivals[side], package).is_dir():
+            parser.error(f"--arms {side}: --{option} names the folder that holds {package}")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
 
 def lengths_of(args, model, arm, lengths):
     """Yields (length, its result) of one model and arm: None where not even one sequence a GPU fits."""
-    batch, rival = args.batch, args.triton_liger if arm.startswith("triton") else None
+    batch, rival = args.batch, args.rivals.get(arm.split("+")[0])
     while lengths and batch:
         job = {
             "model": model, "layers": None, "arm": arm, "batch": batch, "lengths": lengths,
@@ -104,6 +109,7 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     report["machine"] = machine(args.device, args.gpus, args.cap_gb, Path(__file__).parent, args.triton_liger)
+    report["machine"]["fla-core"] = version_of("fla-core", args.fla) if args.fla else None
     rows = {(row["model"], row["length"], row["arm"]): row["result"] for row in report["rows"]}
     for model in args.models:
         for arm in args.arms:

@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RECORDED = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())
-PACKAGES = ("torch", "cuda", "transformers", "peft", "bitsandbytes", "triton", "trl", "liger-kernel", "quack-kernels")
+PACKAGES = ("torch", "cuda", "transformers", "peft", "bitsandbytes", "triton", "trl", "liger-kernel", "quack-kernels",
+            "fla-core")  # fmt: skip
 
 
 @dataclass(frozen=True)

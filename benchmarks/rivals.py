@@ -291,6 +291,8 @@ def libraries(args):
         folder = os.path.dirname(installed.submodule_search_locations[0]) if installed else None
         if folder := getattr(args, package) or folder:
             found[rival] = make(folder)
+    if args.fla:  # the cases of recurrences look for it
+        site.addsitedir(args.fla)
     for name in ("quack", "cut_cross_entropy") if args.device == "cuda" else ():
         if folder := getattr(args, name, None):
             site.addsitedir(folder)  # also the folders that its .pth files name: CUTLASS's

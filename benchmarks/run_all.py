@@ -20,8 +20,8 @@ all the same, and go on the next time.
 A measurement that goes on from one machine to the next may keep its parts in the repository (--work benchmarks/parts),
 until the result is whole.
 
-Without --triton-liger, --trl, --verl, --veomni, --mamba-ssm or --quack (folders of unpacked wheels, or of sources)
-these rivals are left out, and what needs them is skipped.
+Without --triton-liger, --trl, --verl, --veomni, --mamba-ssm, --quack or --fla (folders of unpacked wheels, or of
+sources) these rivals are left out, and what needs them is skipped.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 from liger_kernel.measure.machine import commit
 from provenance import RESULTS, ROOT, card_of, provenance
-from runs import APART, BENCH, GO_ON, LORA, OTHERS, RIVALS, RUNS, Run
+from runs import APART, BENCH, GO_ON, LORA, OTHERS, RIVALS, RIVALS_OF_ARMS, RUNS, Run
 from scheduler import ENDING, Machine, Part, call, read
 
 FOLDER = Path(__file__).parent
@@ -99,8 +99,9 @@ def words_of(arguments: str, args, folder: Path) -> list[str]:
         name = word.strip("{}")
         if word.startswith("{") and name in RIVALS:
             words += [f"--{name}", args.rivals[name]] if args.rivals[name] else []
-        elif words[-1:] == ["--arms"] and not args.rivals["triton-liger"]:
-            words.append(",".join(arm for arm in word.split(",") if not arm.startswith("triton")))
+        elif words[-1:] == ["--arms"]:
+            lacking = tuple(side for side, name in RIVALS_OF_ARMS.items() if not args.rivals[name])
+            words.append(",".join(arm for arm in word.split(",") if not arm.startswith(lacking)))
         else:
             words.append(word.replace("{folder}", str(folder)))
     if "--cap-gb" in words and args.device == "cuda" and torch.cuda.is_available():

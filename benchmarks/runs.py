@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-RIVALS = ("triton-liger", "trl", "verl", "veomni", "mamba-ssm", "quack")
+RIVALS = ("triton-liger", "trl", "verl", "veomni", "mamba-ssm", "quack", "fla")
+RIVALS_OF_ARMS = {"triton": "triton-liger", "fla": "fla"}
 #: Operators that have a file of their own; operators.json has the others.
 EXPERTS = (
     "fused_experts,gated_rms_norm,xielu,attention_residuals,causal_softmax,gated_packed,mhc_pre,mhc_coefficients,"
@@ -129,7 +130,7 @@ RUNS = {
         "--models gpt-oss-4b --lengths 8192 --batch 1 --gpus 1 --no-checkpointing --arms plain,ours",
     ), 10, TINY_E2E),
     "e2e-packed": Run("e2e-packed-{card}.json", E2E, (
-        "--models qwen3.5-2b --lengths 1024 --gpus 1 --no-checkpointing --arms ours,ours+packed,plain",
+        "--models qwen3.5-2b --lengths 1024 --gpus 1 --no-checkpointing --arms ours,ours+packed,plain,fla {fla}",
         "--models llama-1b --lengths 2048 --gpus 1 --no-checkpointing "
         "--arms ours,ours+packed,ours+padded,plain,plain+packed,plain+padded",
         "--models llama-1b --lengths 2048 --gpus 1 --no-checkpointing "
@@ -167,7 +168,7 @@ RUNS = {
     "mixers": Run("mixers-{card}.json", BENCH, (
         f"--op {MIXERS}",
         # torch.compile unrolls the loops over chunks, for minutes.
-        f"--op {RECURRENCES} --rivals torch",
+        f"--op {RECURRENCES} --rivals torch,FLA {{fla}}",
         "--op mamba2_scan --rivals torch,mamba-ssm {mamba-ssm}",
     ), 10, f"{TINY_BENCH} causal_conv1d --shape 2,8,21"),
     "replacements": Run("replacements-{card}.json", "benchmarks/replacements.py", ("{trl}",), 5, needs=("trl",)),

@@ -221,7 +221,7 @@ def test_the_operators_of_bench_are_parts(monkeypatch):
     made = [part.arguments for part in run_all.parts_of(runs.RUNS["mixers"], "mixers", args)]
     assert made == [
         *(f"--op {name}" for name in runs.MIXERS.split(",")),
-        *(f"--op {name} --rivals torch" for name in runs.RECURRENCES.split(",")),
+        *(f"--op {name} --rivals torch,FLA {{fla}}" for name in runs.RECURRENCES.split(",")),
         "--op mamba2_scan --rivals torch,mamba-ssm {mamba-ssm}",
     ]
 
@@ -283,7 +283,7 @@ def test_rivals_that_are_not_there_are_left_out(monkeypatch):
     for name in runs.RIVALS:
         monkeypatch.delenv(f"{name.upper().replace('-', '_')}_DIR", raising=False)
     without, with_it = (run_all.arguments(list(each)) for each in ((), ("--triton-liger", "/some/where")))
-    line = "--arms plain,triton,ours {triton-liger}"
+    line = "--arms plain,triton,fla,ours {triton-liger}"
     assert run_all.words_of(line, without, ROOT) == ["--arms", "plain,ours"]
     assert run_all.words_of(line, with_it, ROOT) == ["--arms", "plain,triton,ours", "--triton-liger", "/some/where"]
     without.device, without.gpus = "cuda", 1

@@ -16,8 +16,13 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn.Module:
-    """The model of a job (arm.py) in training, as a side has it: plain; triton, which is the package that is found as
-    liger_kernel; ours; peft, ours with PEFT's own layers; frozen, ours without adapters."""
+    """The model of a job (arm.py) in training, as a side has it: plain; fla, plain where FLA is found; triton, which is
+    the package that is found as liger_kernel; ours; peft, ours with PEFT's own layers; frozen, ours without adapters.
+
+    Raises RuntimeError where transformers finds no FLA for side fla, and ImportError where side triton finds another
+    liger_kernel."""
+    if side == "fla":
+        _check_fla()
     if side == "triton":
         check_rival(job["rival"])
         if not job["lora"]:
@@ -43,7 +48,7 @@ def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn
     if side == "triton":
         if job["lora"]:
             _patch_model(base)
-    elif side != "plain":
+    elif side not in ("plain", "fla"):
         from liger_kernel import patch
 
         print(patch(base, **({"lora": False} if side == "peft" else {})), flush=True)
@@ -123,6 +128,13 @@ def check_rival(folder):
 
     if (home := Path(liger_kernel.__path__[0]).resolve().parent) != Path(folder).resolve():
         raise ImportError(f"liger_kernel comes from {home}, not from {folder}")
+
+
+def _check_fla():
+    from transformers.utils import is_flash_linear_attention_available
+
+    if not is_flash_linear_attention_available():
+        raise RuntimeError("transformers does not find FLA, or no GPU for it")
 
 
 def _patch_classes(kind):
