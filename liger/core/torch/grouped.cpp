@@ -129,23 +129,14 @@ Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends) {
   return out;
 }
 
-Tensor grouped_sum(const Tensor& rows, const Tensor& factor, const Tensor& ends) {
-  if (is_16_bit(rows) && !rows.is_cpu()) {  // a product with few columns, as wide as its kernels need them
-    const Tensor factors = at::zeros({rows.size(0), 8}, rows.options());
-    if (!factor.defined()) {
-      factors.select(1, 0).fill_(1);
-      return grouped_outer(factors, rows, ends).select(1, 0).contiguous();
-    }
-    // Of two terms, which together have as many bits as their float needs.
-    const Tensor first = factors.select(1, 0).copy_(factor);
-    factors.select(1, 1).copy_(factor - first);
-    return grouped_outer(factors, rows, ends).narrow(1, 0, 2).sum(1);
+Tensor grouped_sum(const Tensor& rows, const Tensor& ends) {
+  if (is_16_bit(rows) && !rows.is_cpu()) {  // by a product with ones, in the fewest columns that its kernels take
+    const Tensor ones = at::ones({rows.size(0), 8}, rows.options());
+    return grouped_outer(ones, rows, ends).select(1, 0).contiguous();
   }
   const Tensor out = at::empty({ends.numel(), rows.size(1)}, rows.options());
   for_groups(ends, [&](int64_t g, int64_t begin, int64_t n) {
-    const Tensor part = rows.narrow(0, begin, n);
-    out.select(0, g).copy_(factor.defined() ? factor.narrow(0, begin, n).unsqueeze(0).mm(part.to(at::kFloat)).squeeze(0)
-                                            : part.sum(0, false, at::kFloat));
+    out.select(0, g).copy_(rows.narrow(0, begin, n).sum(0, false, at::kFloat));
   });
   return out;
 }

@@ -15,8 +15,7 @@ std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, c
 /// out[g] = Σ a[r]ᵀ b[r] over the rows r of each group g: [groups, columns of a, columns of b].
 Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends);
 
-/// out[g] = Σ factor[r] · rows[r] over the rows r of each group g, summed in float: [groups, cols]. factor [rows] in
-/// float; undefined: 1.
-Tensor grouped_sum(const Tensor& rows, const Tensor& factor, const Tensor& ends);
+/// out[g] = Σ rows[r] over the rows r of each group g, summed in float: [groups, cols].
+Tensor grouped_sum(const Tensor& rows, const Tensor& ends);
 
 }  // namespace liger

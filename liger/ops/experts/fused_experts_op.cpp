@@ -397,12 +397,12 @@ struct FusedExperts {
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
     if (wanted.ddown_a) d.ddown_a = multiplied(grouped_outer(p.low_dy, p.h, ends), down.scale);
     if (wanted.ddown_b) d.ddown_b = multiplied(grouped_outer(p.dy, down.low(p.h, ends), ends), down.scale);
-    if (wanted.ddown_bias) d.ddown_bias = grouped_sum(p.dy, p.r.of_pairs(of.weights), ends);
+    if (wanted.ddown_bias) d.ddown_bias = grouped_sum(p.dy.mul_(p.r.of_pairs(of.weights).unsqueeze(1)), ends);
     for (Tensor* read : {&p.dy, &p.h, &p.low_dy}) read->reset();
     if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
     gate_up.of.reset();
     if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
-    if (wanted.dgate_up_bias) d.dgate_up_bias = grouped_sum(p.da, {}, ends);
+    if (wanted.dgate_up_bias) d.dgate_up_bias = grouped_sum(p.da, ends);
     if (wanted.dgate_up_a) d.dgate_up_a = multiplied(grouped_outer(p.low_da, p.x, ends), gate_up.scale);
     if (wanted.dgate_up_b) d.dgate_up_b = multiplied(grouped_outer(p.da, gate_up.low(p.x, ends), ends), gate_up.scale);
     return d;

@@ -1,4 +1,5 @@
-"""What fused_experts holds beside its inputs, where forward keeps gate and up."""
+"""What fused_experts promises beside tests/test_ops.py: what it holds beside its inputs, where forward keeps gate and
+up, and biases of experts that have many tokens."""
 
 import pytest
 import torch
@@ -71,3 +72,22 @@ def test_gradients_of_gate_and_up_are_seen():
         y = call()
     y.backward(dy)
     assert [t.shape for t, version in held if t._version != version] == [(PAIRS, 2 * WIDTH)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("experts", [1, 40])  # on Hopper torch's grouped GEMM sums the first, this library's the second
+def test_gradients_of_biases(device, experts):
+    """Terms and sums are rounded once each, as in eager torch: errors of terms add up like random ones."""
+    torch.manual_seed(0)
+    on = dict(device=device, dtype=torch.bfloat16)
+    gate_up, down = torch.randn(experts, 32, 16, **on) / 4, torch.randn(experts, 16, 16, **on) / 4
+    biases = [torch.randn(experts, size, **on).requires_grad_() for size in (32, 16)]
+    x, dy = torch.randn(2048, 16, **on), torch.randn(2048, 16, **on)
+    weights, index = torch.rand(2048, 1, device=device), torch.randint(experts, (2048, 1), device=device)
+    y = fused_experts(x, gate_up, down, index, weights, *biases)
+    _, found = torch.autograd.grad(y, biases, dy)
+    terms = dy.double() * weights.double()
+    summed = lambda t: torch.zeros(experts, 16, device=device, dtype=t.dtype).index_add(0, index[:, 0], t)
+    rounding = 2**-8  # half of a unit in the last place of bfloat16, over the number
+    expected, terms_error = summed(terms), 3 * rounding * summed(terms**2).sqrt()
+    assert ((found.double() - expected).abs() <= rounding * expected.abs() + terms_error).all()
