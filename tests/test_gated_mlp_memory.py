@@ -35,6 +35,21 @@ def peak(call, device):
     return most, result
 
 
+def peaks_of_backward(call, of, dy, device):
+    """The most bytes that a backward pass holds which leaves its graph as it is, and those of the last pass. All give
+    the same bits."""
+    grads = lambda y, keep: torch.autograd.grad(y, of, dy, retain_graph=keep)
+    y = call()
+    first = peak(lambda: grads(y, True), device)[1]  # with what a GPU's GEMMs hold from then on
+    kept, second = peak(lambda: grads(y, True), device)
+    last, third = peak(lambda: grads(y, False), device)
+    for one, two, three in zip(first, second, third):
+        assert torch.equal(one, two) and torch.equal(one, three)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        grads(y, False)
+    return kept, last
+
+
 def inputs(format, device, dtype=torch.bfloat16):
     """x, dy, and a call of gated_mlp with x."""
     torch.manual_seed(0)
@@ -57,20 +72,12 @@ def test_backward(device, format):
     """The last backward pass of a graph writes the gradients of gate and up over these, those in eight bits over the
     product's, and the transposed weights over what has been read; an earlier pass leaves all as it was."""
     of, dy, call = inputs(format, device)
-    grads = lambda y, keep: torch.autograd.grad(y, of, dy, retain_graph=keep)
-    y = call()
-    first = peak(lambda: grads(y, True), device)[1]  # with what a GPU's GEMMs hold from then on
-    kept, second = peak(lambda: grads(y, True), device)
-    last, third = peak(lambda: grads(y, False), device)
-    for one, two, three in zip(first, second, third):
-        assert torch.equal(one, two) and torch.equal(one, three)
+    kept, last = peaks_of_backward(call, of, dy, device)
     assert kept - last >= 1.9 * WIDE
     if format is None or rounds(device, torch.bfloat16, format):
         # The product, which its gradient overwrites. With it first dy in eight bits and the transposed last weight, or
         # in 16 bits nothing, and then dx.
         assert last <= WIDE + max(NARROW, (NARROW // 2 + INTO * INNER) * (format is not None)) + SMALL
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        grads(y, False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
