@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 
@@ -17,13 +16,15 @@ SLOW = (
     "peft",
     "liger_kernel.transformers",
 )
+HOST = "127.0.0.1"
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 
 
 def _rank(rank, port, ranks, results, function, arguments):
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank)
-    )
+        MASTER_ADDR=HOST, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # it listens already: rank 0 need not
+    )  # fmt: skip
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if DEVICE == "cuda":
@@ -43,15 +44,14 @@ def _rank(rank, port, ranks, results, function, arguments):
 def on_ranks(function, *arguments, ranks=2):
     """[function(rank, *arguments) for each rank], all with one seed; raises what a rank raises. The function is a
     module's, its result can be pickled."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # A port that is free now may be another process's when a rank listens to it: this one keeps it.
+    store = torch.distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     # An import may start CUDA, which a forked process cannot use.
     method = "spawn" if DEVICE == "cuda" else "forkserver"
     multiprocessing.set_forkserver_preload([name for name in SLOW if name in sys.modules])
     results = multiprocessing.get_context(method).SimpleQueue()
     torch.multiprocessing.start_processes(
-        _rank, (port, ranks, results, function, arguments), nprocs=ranks, start_method=method
+        _rank, (store.port, ranks, results, function, arguments), nprocs=ranks, start_method=method
     )
     return [result for _, result in sorted((results.get() for _ in range(ranks)), key=lambda pair: pair[0])]
 
