@@ -4,8 +4,8 @@
     python benchmarks/e2e.py --models llama-1b,gemma2-2b --lengths 2048,8192 --arms plain,ours --gpus 1
 
 Weights and tokens are random; weights, gradients and AdamW's moments are bfloat16, layers are checkpointed. On several
-GPUs FSDP2 shards each layer, and the embedding with the head. Each model and arm has processes of its own, which take
-one length of sequences after another, each with --batch sequences a GPU or, where those do not fit, half as many, and
+GPUs FSDP2 shards each layer, and the embedding with the head. Each model and arm has its own processes, which take one
+length of sequences after another, each with --batch sequences per GPU or, where those do not fit, half as many, and
 so on, unless --no-shrink. Results are added to the file --out when a process ends: a run that was cut off goes on where
 it was. Of an arm with the option plan they have what was measured of a layer at each level, and how many layers have
 which.
@@ -27,9 +27,9 @@ from liger_kernel.measure.machine import machine, version_of
 from liger_kernel.measure.report import table
 from liger_kernel.measure.shapes import SHAPES
 from provenance import save
+from runs import RIVALS_OF_ARMS
 
 ARMS = ("plain", "triton", "ours")
-RIVALS = {"triton": ("triton-liger", "liger_kernel"), "fla": ("fla", "fla")}  # the option, what its folder holds
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -40,7 +40,7 @@ def arguments():
     add("--arms", default=",".join(ARMS), help="default: %(default)s")
     add("--no-checkpointing", action="store_true", help="layers keep what backward needs")
     add("--lengths", default=",".join(map(str, LENGTHS)), help="tokens in a sequence (default: %(default)s)")
-    add("--batch", type=int, default=8, help="sequences a GPU (default: %(default)s)")
+    add("--batch", type=int, default=8, help="sequences per GPU (default: %(default)s)")
     add("--no-shrink", action="store_true", help="a batch that does not fit is out of memory")
     add("--gpus", type=int, default=torch.cuda.device_count() or 1, help="default: all")
     add("--cap-gb", type=float, help="memory that a process may take of a GPU")
@@ -55,12 +55,13 @@ def arguments():
     args.models, args.arms = args.models.split(","), args.arms.split(",")
     sides = [arm.split("+")[0] for arm in args.arms]
     options = [option for arm in args.arms for option in arm.split("+")[1:]]
-    for given, known in ((args.models, SHAPES), (sides, (*ARMS, "fla")), (options, OPTIONS)):
+    for given, known in ((args.models, SHAPES), (sides, {*ARMS, *RIVALS_OF_ARMS}), (options, OPTIONS)):
         if unknown := set(given).difference(known):
             parser.error(f"there is no {', '.join(sorted(unknown))}")
     args.lengths = sorted(int(n) for n in args.lengths.split(","))
-    args.rivals = {"triton": args.triton_liger, "fla": args.fla}
-    for side, (option, package) in RIVALS.items():
+    args.rivals = {}
+    for side, (option, package) in RIVALS_OF_ARMS.items():
+        args.rivals[side] = getattr(args, option.replace("-", "_"))
         if side in sides and not Path(args.rivals[side], package).is_dir():
             parser.error(f"--arms {side}: --{option} names the folder that holds {package}")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,7 +121,7 @@ def main():
                     {"model": m, "length": n, "arm": a, "result": found} for (m, n, a), found in sorted(rows.items())
                 ]
                 save(args.out, report)
-    headers = ["model", "length", "arm", "batch", "tokens/s a GPU", "peak memory", "warm-up"]
+    headers = ["model", "length", "arm", "batch", "tokens/s per GPU", "peak memory", "warm-up"]
     print(table(headers, [in_words(key, result) for key, result in sorted(rows.items())]))
     for key, result in sorted(rows.items()):
         if result and "profile" in result:

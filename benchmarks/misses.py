@@ -129,7 +129,7 @@ CASES = (
          "an exponential and a quotient per element: arithmetic and memory take as long", True),
     Case("delta_gates", "mixers-{card}.json", of_rival("delta_gates", "compile", rate=True),
          "{} of torch.compile's speed", 1.0,
-         "some 20 µs: the sums of parameters' gradients are a launch of their own", True),
+         "some 20 µs: the sums of parameters' gradients need their own launch", True),
     Case("all weights, 1B, 8 x 2,048", "families-{card}.json", of_families, "{} of the speed of liger-kernel", 1.25,
          "a step is mostly matrix products and attention, which both leave to cuBLAS and flash attention "
          "([by length](training.md#by-length))", True),

@@ -8,7 +8,7 @@
     python benchmarks/run_all.py --tiny                           on a CPU, with tiny models: whether all of it works
 
 Each benchmark has a file of benchmarks/results, named after the card. It is made of parts: commands with a limit of
-time, which run beside each other in the order of RUNS, each on GPUs of its own, as soon as these are free. A part has a
+time, which run beside each other in the order of RUNS, each on its own GPUs, as soon as these are free. A part has a
 folder in --work, with its log. Parts that are done stay there, so that the same command goes on where it was cut off,
 also on another machine to which the folder is brought. What is done at the present commit is skipped: the last one that
 changed what is measured. A tree with changes has no commit to compare, and is measured again.
@@ -100,7 +100,7 @@ def words_of(arguments: str, args, folder: Path) -> list[str]:
         if word.startswith("{") and name in RIVALS:
             words += [f"--{name}", args.rivals[name]] if args.rivals[name] else []
         elif words[-1:] == ["--arms"]:
-            lacking = tuple(side for side, name in RIVALS_OF_ARMS.items() if not args.rivals[name])
+            lacking = tuple(side for side, (name, _) in RIVALS_OF_ARMS.items() if not args.rivals[name])
             words.append(",".join(arm for arm in word.split(",") if not arm.startswith(lacking)))
         else:
             words.append(word.replace("{folder}", str(folder)))

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 RIVALS = ("triton-liger", "trl", "verl", "veomni", "mamba-ssm", "quack", "fla")
-RIVALS_OF_ARMS = {"triton": "triton-liger", "fla": "fla"}
-#: Operators that have a file of their own; operators.json has the others.
+#: Of the arms that need a rival: its option, and the package in the folder that this names.
+RIVALS_OF_ARMS = {"triton": ("triton-liger", "liger_kernel"), "fla": ("fla", "fla")}
+#: Operators that have their own files; {card}.json has the others.
 EXPERTS = (
     "fused_experts,gated_rms_norm,xielu,attention_residuals,causal_softmax,gated_packed,mhc_pre,mhc_coefficients,"
     "mhc_post_res,neighborhood_attention,route,expert_load"
@@ -25,7 +26,7 @@ class Run:
         file: in benchmarks/results; {card} is filled in.
         script: in the repository.
         parts: the arguments; {name} stands for a rival's option, which is left out where the rival is. The operators of
-            bench.py are parts of their own.
+            bench.py are a part each.
         minutes: the limit of each part.
         tiny: the arguments of a dry run on a CPU; none: there is no dry run.
         where: "gpu", "cpu" or both.

@@ -1,4 +1,4 @@
-"""Runs commands beside each other on the GPUs of a machine, each on GPUs of its own, to a deadline: run_all.py's."""
+"""Runs commands beside each other on the GPUs of a machine, each on its own GPUs, to a deadline: run_all.py's."""
 
 import json
 import os

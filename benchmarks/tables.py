@@ -211,6 +211,11 @@ def with_graphs(report):
     return report
 
 
+def measured(names, rows):
+    """The names of those arms that one of the rows has."""
+    return {arm: name for arm, name in names.items() if any(arm in arms for arms in rows.values())}
+
+
 def in_turns(report, first, **names):
     """A table with a row for each model and shape and a column for each arm of `names` that was measured, against the
     arm `first`."""
@@ -220,7 +225,7 @@ def in_turns(report, first, **names):
             continue
         shape = row["model"], f"{row['result']['batch']} x {row['length']:,}"
         shapes.setdefault(shape, {})[row["arm"]] = row["result"]
-    names = {arm: name for arm, name in names.items() if any(arm in arms for arms in shapes.values())}
+    names = measured(names, shapes)
     lines = []
     for shape, arms in shapes.items():
         line = [*shape]
@@ -247,8 +252,7 @@ def forms(report):
         side, *form = row["arm"].partition("+")
         shape = row["model"], f"{row['result']['batch']} x {row['length']:,}", names["".join(form)]
         rows.setdefault(shape, {})[side] = row["result"]
-    sides = {"plain": "plain", "fla": "plain with FLA", "ours": "ours"}
-    sides = {side: name for side, name in sides.items() if any(side in arms for arms in rows.values())}
+    sides = measured({"plain": "plain", "fla": "plain with FLA", "ours": "ours"}, rows)
     lines = []
     for shape, arms in rows.items():
         words = {side: f"{found['tokens_per_second']:,.0f}, {found['peak_gb']:.1f} GB" for side, found in arms.items()}

@@ -117,8 +117,9 @@ def compare(name, run_model, folder):
     model.save_pretrained(folder / "theirs")
     found, close = run(run_model, folder, inputs), judge(name)
     ids, mask, positions, labels = inputs.values()
+    # But for recurrences, which transformers computes in float32.
+    exact = copy.deepcopy(model).double()
     if model.dtype != torch.float32:
-        exact = copy.deepcopy(model).double()
         with torch.no_grad():
             close("logits", found["logits"], model(ids).logits, exact=exact(ids).logits)
             expected = exact(ids, labels=labels).loss
@@ -129,9 +130,7 @@ def compare(name, run_model, folder):
         close("logits", found["logits"], model(ids).logits)
         padded = model(ids, attention_mask=mask, position_ids=positions).logits
         close("padded logits", found["padded"][mask.bool()], padded[mask.bool()])
-    # In float64, but for recurrences, which transformers computes in float32: terms of some gradients cancel, and its
-    # own gradients in float32 may be further off than the bound.
-    exact = copy.deepcopy(model).double()
+    # Terms of some gradients cancel: those of transformers in float32 may be further off than the bound.
     loss = exact(ids, labels=labels).loss
     loss.backward()
     close("loss", found["loss"], loss.detach())
