@@ -41,6 +41,8 @@ def rows(device, names=None):
             ours = run(case.op, inputs, options, upstream)[0]
             gradients = sum(t is not None and t.requires_grad for t in inputs)
             for i, (a, b, c) in enumerate(zip(ours, eager, exact)):
+                if not c.is_floating_point():
+                    continue  # such as a router's choices
                 unit = torch.finfo(dtype).eps * c.square().mean().sqrt().item()
                 e, t = ((x.double() - c).abs() for x in (a, b))
                 rms = [x.square().mean().sqrt().item() for x in (e, t)]

@@ -13,7 +13,10 @@ from typing import Optional
 
 import torch
 from liger_kernel.measure.build import tune_less
-from loss_cases import CALLS, IGNORE, LOSSES, flat, policy_plain, preference_plain
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from loss_cases import CALLS, IGNORE, LOSSES, flat, policy_plain, preference_plain  # noqa: E402
 
 
 def package_modules():

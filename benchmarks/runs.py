@@ -184,7 +184,7 @@ RUNS = {
         f"{TINY_BENCH} scaled_matmul --shape 33,64,48"),
     "eight-bit-full": Run("eight-bit-full-{card}.json", "benchmarks/eight_bit_full.py", ("",), 8),
     "errors": Run("errors-{card}.json", "benchmarks/errors.py", ("--page {folder}/errors.md",), 8,
-        "--device cpu --cases rms_norm --page {folder}/errors.md", ("gpu", "cpu"),
+        "--device cpu --page {folder}/errors.md", ("gpu", "cpu"),
         page=("errors.md", "docs/errors-{device}.md")),
     "expert-parallel": Run("expert-parallel-{card}x2.json", RANKS, (
         *(f"--gpus 2 --layers 8 --tokens 4096,16384 --routing {routing} --arms ours,fsdp+patch,ep"

@@ -44,7 +44,7 @@ def test_a_dry_run(tmp_path):
     for path in (operators, errors):
         report = json.loads(path.read_text())
         assert report["machine"]["commit"] == "0123456789ab" and report["machine"]["torch"] and report["rows"]
-    assert {row["case"] for row in json.loads(errors.read_text())["rows"]} == {"rms_norm"}
+    assert {"rms_norm", "route"} <= {row["case"] for row in json.loads(errors.read_text())["rows"]}
     assert "RMS errors" in (folder / "errors-0/errors.md").read_text()
     second = run(tmp_path, "--only", "operators,errors")
     assert second.count("it is done at this commit") == 2 and "$" not in second
@@ -235,6 +235,14 @@ def test_rows_whose_options_have_dtypes_are_kept(tmp_path):
         subprocess.run(command, check=True, capture_output=True, timeout=600)
         rows.append(json.loads((tmp_path / "rows.json").read_text())["rows"])
     assert rows[0] == rows[1] and {row["options"].get("given") for row in rows[0]} == {None, "uint8"}
+
+
+def test_a_dry_run_of_replacements(tmp_path):
+    line = [sys.executable, str(ROOT / "benchmarks/replacements.py"), *"--device cpu --rounds 1 --out".split()]
+    subprocess.run([*line, str(tmp_path / "rows.json")], check=True, capture_output=True, timeout=600)
+    report = json.loads((tmp_path / "rows.json").read_text())
+    assert "commit" in report["machine"] and {row["part"] for row in report["rows"]} >= {"LlamaMLP", "Gemma2RMSNorm"}
+    assert all(row["ratio"] > 0 for row in report["rows"])
 
 
 def test_a_limit_of_time():
