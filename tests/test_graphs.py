@@ -171,6 +171,20 @@ def test_looking_for_what_waits_keeps_no_gradients():
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), gradients))
 
 
+@cuda
+def test_a_capture_reserves_the_memory_of_one_step():
+    """torch's allocator keeps what is freed for the stream that had it: a pass on another stream takes as much again.
+    Of rows with some kilobytes of activations, 40 % are for the allocator's segments."""
+    model = Model().cuda()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    *_, step = run(model, torch_adamw, 4, rows=(1 << 18,), warmup=2)
+    assert step.graphs
+    most = torch.cuda.max_memory_allocated() - allocated
+    assert most > 1 << 28 and torch.cuda.max_memory_reserved() - reserved < 1.4 * most
+
+
 def test_without_a_gpu(caplog):
     torch.manual_seed(1)
     model = Model()

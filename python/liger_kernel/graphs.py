@@ -111,10 +111,10 @@ class CapturedStep:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             result = self._run(self.static, first, last)
+            if self.calls == self.warmup * self.accumulation:  # on this stream, whose cached memory the passes reuse
+                passes = lambda: self.loss(self.model, self.static).backward()
+                self._fall_back(_what_waits(passes, self.model, self.parameters))
         torch.cuda.current_stream().wait_stream(self.stream)
-        if self.calls == self.warmup * self.accumulation:
-            passes = lambda: self.loss(self.model, self.static).backward()
-            self._fall_back(_what_waits(passes, self.model, self.parameters))
         return result
 
     def _replay(self, batch, first, last):
