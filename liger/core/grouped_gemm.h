@@ -4,8 +4,9 @@
 namespace liger {
 
 /// Rows sorted by group, and for each group a matrix:
-///   out[r] = x[r] matrix[g]   for the rows r of each group g
-/// Products of 16-bit numbers, summed in float. Rows behind the last group are neither read nor written.
+///   out[r] = x[r] matrix[g] + bias[g]   for the rows r of each group g
+/// Products of 16-bit numbers, summed in float, and rounded before the bias comes. Rows behind the last group are
+/// neither read nor written.
 struct GroupedRows {
   const void* x;       // [rows, depth]
   const void* matrix;  // [groups, depth, cols], one of its last two dimensions contiguous
@@ -16,6 +17,7 @@ struct GroupedRows {
   int64_t group_stride;
   bool along_depth;  // whether the matrix is contiguous along depth
   DType dtype;
+  const void* bias;  // [groups, cols], may be null
 };
 
 ///   out[g] = Σ a[r]ᵀ b[r]     over the rows r of each group g, zeros for a group without rows

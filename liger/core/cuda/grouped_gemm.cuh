@@ -1,6 +1,7 @@
 #pragma once
 // Products of 16-bit rows sorted by group with the matrix of their group, on Hopper's tensor cores.
 #include "liger/core/cuda/dispatch.h"
+#include "liger/core/cuda/pack.cuh"
 #include "liger/core/cuda/tiles.cuh"
 #include "liger/core/grouped_gemm.h"
 
@@ -24,25 +25,34 @@ __device__ void store_columns(const float (&sums)[32][4], int c, uint4* to) {
                             to_word<T>(sums[c + 1][0], sums[c + 1][1]), to_word<T>(sums[c + 1][2], sums[c + 1][3])});
 }
 
-/// The result is the product, and nothing is made of its halves.
-struct NoHalves {};
+/// What is made of a result while it is in registers.
+enum class Makes {
+  Nothing,
+  OfNumbers,  // make(numbers, r, c) is given out[r] from c on, 8 numbers
+  OfHalves    // make(first, second, r, c) is given out[r] from c on, 8 numbers of each half of the columns
+};
 
-/// out[r] = x[r] matrix: the matrices are the first operand and their columns the rows of sums, so that the rows of a
-/// group, few and of any number, are columns of sums: multiples of 16, as wgmma takes them.
-/// With `Halves` a tile has 64 columns of the first half of the matrices and the same of the second, a warpgroup each:
-///   halves(first, second, r, c)  is given out[r] from c on, 8 numbers of each half
-template <class T, bool kAlongDepth, class Halves = NoHalves>
+struct MakesNothing {
+  static constexpr Makes kMakes = Makes::Nothing;
+};
+
+/// out[r] = x[r] matrix + bias: the matrices are the first operand and their columns the rows of sums, so that the rows
+/// of a group, few and of any number, are columns of sums: multiples of 16, as wgmma takes them.
+/// Where something is made of halves, a tile has 64 columns of the first half of the matrices and the same of the
+/// second, a warpgroup each.
+template <class T, bool kAlongDepth, class Make = MakesNothing>
 struct RowsOfGroups {
   using Element = T;
   static constexpr Layout kFirst = kAlongDepth ? Layout::AlongK : Layout::AcrossK, kSecond = Layout::AlongK;
-  static constexpr bool kSumOverRows = false, kHalves = !std::is_same_v<Halves, NoHalves>;
+  static constexpr bool kSumOverRows = false, kHalves = Make::kMakes == Makes::OfHalves;
   static constexpr int kBoxRows = 32;  // of x: few, for tiles with few columns
 
   TensorMap matrix, x;
-  T* out;  // null: only `halves` has the result
+  T* out;         // null: only `make` is given the result
+  const T* bias;  // may be null
   const int* ends;
   int groups, depth, cols;
-  Halves halves;
+  Make make;
 
   /// From the first operand's rows of one warpgroup to those of the other.
   __device__ int to_next() const { return kHalves ? cols / 2 : 64; }
@@ -68,10 +78,23 @@ struct RowsOfGroups {
     for (int i = 0; i < t.columns; i += kBoxRows) copy_box(b + i * kDepth, x, k, t.first + i, 0, barrier);
   }
 
+  /// Rounds the sums and adds the bias: a thread has two rows of sums, which are columns of the result.
+  __device__ void add_bias(const Task& t, float (&sums)[32][4], int row, int end, int thread) const {
+    row += thread / 32 * 16 + thread % 32 / 4;
+    float of_row[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) of_row[i] = row + 8 * i < end ? float(bias[int64_t(t.group) * cols + row + 8 * i]) : 0;
+#pragma unroll
+    for (int c = 0; c < 32; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[c][i] = round_to<T>(sums[c][i]) + of_row[i / 2];
+  }
+
   /// A warpgroup's sums by way of its 16 KiB of shared memory, in which a column of 64 sums is a row of 128 bytes.
-  __device__ void store(const Task& t, const float (&sums)[32][4], uint4 (&staging)[2][1024], int group,
-                        int thread) const {
+  __device__ void store(const Task& t, float (&sums)[32][4], uint4 (&staging)[2][1024], int group, int thread) const {
     const int lane = thread % 32, warp = thread / 32, row = t.row + group * to_next();
+    const int end_row = kHalves ? cols / 2 * (1 + group) : cols;
+    if (bias) add_bias(t, sums, row, end_row, thread);
     const auto await_others = [&] { kHalves ? await_threads(3, 256) : await_threads(1 + group, 128); };
 #pragma unroll
     for (int from = 0; from < kColumns; from += 128) {
@@ -83,14 +106,15 @@ struct RowsOfGroups {
         store_columns<T>(sums, from / 8 + c, &staging[group][column * 8 + (chunk ^ column % 8)]);
       }
       await_others();
-      const int chunk = thread % 8, end = t.last - t.first - from;
-      if (out && row + 8 * chunk < (kHalves ? cols / 2 * (1 + group) : cols)) {
+      const int chunk = thread % 8, end = t.last - t.first - from, to = row + 8 * chunk;
+      if ((out || Make::kMakes == Makes::OfNumbers) && to < end_row) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int column = 16 * i + thread / 8;
-          if (column < end)
-            store16(out + int64_t(t.first + from + column) * cols + row + 8 * chunk,
-                    staging[group][column * 8 + (chunk ^ column % 8)]);
+          if (column >= end) continue;
+          const uint4& numbers = staging[group][column * 8 + (chunk ^ column % 8)];
+          if (out) store16(out + int64_t(t.first + from + column) * cols + to, numbers);
+          if constexpr (Make::kMakes == Makes::OfNumbers) make(numbers, t.first + from + column, to);
         }
       }
       if constexpr (kHalves) {
@@ -98,7 +122,7 @@ struct RowsOfGroups {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int column = 32 * i + 16 * group + thread / 8, at = column * 8 + (chunk ^ column % 8);
-            if (column < end) halves(staging[0][at], staging[1][at], t.first + from + column, t.row + 8 * chunk);
+            if (column < end) make(staging[0][at], staging[1][at], t.first + from + column, t.row + 8 * chunk);
           }
         }
       }
@@ -307,21 +331,22 @@ void start(const Work& work, Stream s) {
          work);
 }
 
-/// Starts RowsOfGroups; halves.operator()<T>() is what it is given.
+/// Starts RowsOfGroups; make.operator()<T>() is what it is given.
 template <class F>
-void start_rows(const GroupedRows& a, Stream s, F halves) {
+void start_rows(const GroupedRows& a, Stream s, F make) {
   if (a.rows == 0 || a.cols == 0) return;
   dispatch16(a.dtype, [&]<class T>() {
     const auto run = [&]<bool kAlongDepth>(const int64_t (&sizes)[3]) {
-      using Work = RowsOfGroups<T, kAlongDepth, decltype(halves.template operator()<T>())>;
+      using Work = RowsOfGroups<T, kAlongDepth, decltype(make.template operator()<T>())>;
       start(Work{.matrix = tensor_map(a.dtype, a.matrix, sizes, {a.matrix_stride, a.group_stride}, 64),
                  .x = tensor_map(a.dtype, a.x, {a.depth, a.rows, 1}, {a.x_stride, a.x_stride}, Work::kBoxRows),
                  .out = static_cast<T*>(a.out),
+                 .bias = static_cast<const T*>(a.bias),
                  .ends = a.ends,
                  .groups = int(a.groups),
                  .depth = int(a.depth),
                  .cols = int(a.cols),
-                 .halves = halves.template operator()<T>()},
+                 .make = make.template operator()<T>()},
             s);
     };
     if (a.along_depth) run.template operator()<true>({a.depth, a.cols, a.groups});

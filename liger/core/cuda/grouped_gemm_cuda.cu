@@ -4,7 +4,7 @@ namespace liger::cuda::grouped_gemm {
 
 LIGER_REGISTER(has_grouped, [](const HasGrouped& a, Stream) { *a.yes = has_wgmma(); });
 LIGER_REGISTER(grouped_rows,
-               [](const GroupedRows& a, Stream s) { start_rows(a, s, [&]<class T>() { return NoHalves(); }); });
+               [](const GroupedRows& a, Stream s) { start_rows(a, s, [&]<class T>() { return MakesNothing(); }); });
 LIGER_REGISTER(grouped_outer_products, [](const GroupedOuter& a, Stream s) {
   if (a.rows == 0) return clear(a.out, a.groups * a.cols_a * a.cols_b * 2, s);
   dispatch16(a.dtype, [&]<class T>() {

@@ -5,12 +5,17 @@
 
 namespace liger {
 
-/// out[r] = x[r] w[g] for the rows r of each group g, of which ends[g] [groups] int32 is the number of rows of groups 0
-/// to g: x [rows, in], w [groups, in, out]. Rows behind the last group are undefined.
-Tensor grouped(const Tensor& x, const Tensor& w, const Tensor& ends);
+/// out[r] = x[r] w[g] + bias[g] for the rows r of each group g, of which ends[g] [groups] int32 is the number of rows
+/// of groups 0 to g: x [rows, in], w [groups, in, out], bias [groups, out] without gaps. Rows behind the last group are
+/// undefined. The product is rounded before the bias comes.
+Tensor grouped(const Tensor& x, const Tensor& w, const Tensor& ends, const OptTensor& bias = {});
 
 /// What grouped_rows is given for that, all but `out`; nothing where the product is not its to make.
-std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, const Tensor& ends);
+std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, const Tensor& ends,
+                                             const OptTensor& bias = {});
+
+/// The group of each of so many rows, the last one for rows behind it: [rows] int32.
+Tensor groups_of_rows(const Tensor& ends, int64_t rows);
 
 /// out[g] = Σ a[r]ᵀ b[r] over the rows r of each group g: [groups, columns of a, columns of b].
 Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends);

@@ -34,13 +34,13 @@ struct SpreadTokens {
   DType dtype;
 };
 
-///   a[r] = x[r] matrix[g]            for the rows r of each group g: gate, then up
+///   a[r] = x[r] matrix[g] + bias[g]   for the rows r of each group g: gate, then up, or both in turn
 ///   h[r] = g(a[r]_gate) · u(a[r]_up)
 /// rounded as grouped_rows and gated_forward round them.
 struct GroupedGated {
   GroupedRows product;  // its out, a, [rows, 2 cols] may be null: only h is written. cols is a multiple of 8
   void* h;              // [rows, cols]
-  GateForm form;        // not interleaved
+  GateForm form;
 };
 
 ///   y[t] = Σ_k weights[t, k] · rows[place[t, k]]
@@ -58,7 +58,7 @@ struct CombineExperts {
 ///   h  = g(a_gate) · u(a_up)
 ///   dh = dy down
 /// which gives
-///   dweight = Σ h · dh, 0 for a pair without an expert
+///   dweight = Σ h · dh + Σ bias · dy, 0 for a pair without an expert
 ///   da = weight · dh · ∂h/∂a
 ///   dh ← weight · h, whose product with dy is the gradient of down
 /// Pairs behind `valid` have no expert: of them only dweight is written.
@@ -73,6 +73,9 @@ struct ExpertsBackward {
   int64_t pairs, cols;
   DType dtype;
   GateForm form;
+  const void *dy, *bias;  // [pairs, width], [experts, width]; null: the output has no bias
+  const int* experts;     // [pairs], where there is a bias
+  int64_t width;
 };
 
 inline constinit Kernel<SortByExpert> sort_by_expert{"sort_by_expert"};

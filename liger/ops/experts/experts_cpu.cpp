@@ -62,6 +62,10 @@ void backward(const ExpertsBackward& a) {
       out.write(dc * u * gate.slope(x), gate.through_up(b, dc * act), c, k);
       write(weight * h, dh + c, k);
     });
+    if (a.bias) {
+      const T *dy = row_of<T>(a.dy, r, a.width), *bias = row_of<T>(a.bias, a.experts[r], a.width);
+      for_each(a.width, [&](int64_t c, int64_t k) { sum.add(read(dy + c, k) * read(bias + c, k), k); });
+    }
     a.dweights[a.order[r]] = float(sum.value());
   });
 }

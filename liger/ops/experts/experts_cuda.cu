@@ -106,6 +106,16 @@ __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a, Interl
       dgates.store(p, x, gates), dups.store(p, b, gates), dh.store(p, d, gates);
     }
   }
+  if (a.bias) {
+    constexpr int kWidth = Row<T>::kWidth;
+    const Row<T> dy(a.dy, pair, a.width, a.width), bias(a.bias, a.experts[pair], a.width, a.width);
+    for (int p = threadIdx.x; p < dy.packs(); p += blockDim.x) {
+      float d[kWidth], b[kWidth];
+      dy.load(p, T(0)).to_float(d), bias.load(p, T(0), dy).to_float(b);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum = fmaf(d[j], b[j], sum);
+    }
+  }
   sum = RowReduce<Sum>()(sum);
   if (threadIdx.x == 0) a.dweights[to] = sum;
 }

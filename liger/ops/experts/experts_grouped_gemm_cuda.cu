@@ -6,9 +6,19 @@
 namespace liger::cuda::grouped_gemm {
 namespace {
 
+/// h of numbers of a row: gates, and as many factors.
+template <class T, class Gate, int n>
+__device__ void gate(const GateForm& form, float (&gates)[n], const float (&factors)[n], T* h) {
+  const typename Gate::template Of<Math<T>, float> gate(form);
+#pragma unroll
+  for (int i = 0; i < n; ++i) gates[i] = round_to<T>(gate.act(gates[i])) * gate.up(factors[i]);
+  Pack<T, n>::from_float(gates).write(h);
+}
+
 /// h of a row's gates and their factors, as gated_forward rounds it.
 template <class T>
 struct GatedHalves {
+  static constexpr Makes kMakes = Makes::OfHalves;
   T* h;
   int cols;
   GateForm form;
@@ -16,31 +26,43 @@ struct GatedHalves {
   /// dispatch_gate is the host's: here one kernel has every formula, because its products take long to compile.
   __device__ void operator()(const uint4& gates, const uint4& ups, int64_t row, int column) const {
     T* to = h + row * cols + column;
-    if (!form.plain()) return write<ClampedGate<false>>(gates, ups, to);
+    float a[8], b[8];
+    Pack<T, 8>::read(&gates).to_float(a), Pack<T, 8>::read(&ups).to_float(b);
+    if (!form.plain()) return gate<T, ClampedGate<false>>(form, a, b, to);
     switch (form.activation) {
 #define LIGER_CASE(formula, name) \
-  case Activation::formula: return write<PlainGate<formula>>(gates, ups, to);
+  case Activation::formula: return gate<T, PlainGate<formula>>(form, a, b, to);
       LIGER_ACTIVATIONS(LIGER_CASE)
 #undef LIGER_CASE
     }
   }
+};
 
-  template <class Gate>
-  __device__ void write(const uint4& gates, const uint4& ups, T* to) const {
-    const typename Gate::template Of<Math<T>, float> gate(form);
-    float a[8], b[8];
-    Pack<T, 8>::read(&gates).to_float(a), Pack<T, 8>::read(&ups).to_float(b);
+/// The same of gates and factors in turn.
+template <class T>
+struct GatedPairs {
+  static constexpr Makes kMakes = Makes::OfNumbers;
+  T* h;
+  int cols;
+  GateForm form;
+
+  __device__ void operator()(const uint4& numbers, int64_t row, int column) const {
+    float both[8], a[4], b[4];
+    Pack<T, 8>::read(&numbers).to_float(both);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) a[i] = round_to<T>(gate.act(a[i])) * gate.up(b[i]);
-    Pack<T, 8>::from_float(a).write(to);
+    for (int i = 0; i < 4; ++i) a[i] = both[2 * i], b[i] = both[2 * i + 1];
+    gate<T, ClampedGate<true>>(form, a, b, h + row * cols + column / 2);
   }
 };
 
 }  // namespace
 
 LIGER_REGISTER(grouped_gated, [](const GroupedGated& a, Stream s) {
-  start_rows(a.product, s,
-             [&]<class T>() { return GatedHalves<T>{static_cast<T*>(a.h), int(a.product.cols / 2), a.form}; });
+  const auto start = [&]<template <class> class Make>() {
+    start_rows(a.product, s, [&]<class T>() { return Make<T>{static_cast<T*>(a.h), int(a.product.cols / 2), a.form}; });
+  };
+  if (a.form.interleaved) start.operator()<GatedPairs>();
+  else start.operator()<GatedHalves>();
 });
 
 }  // namespace liger::cuda::grouped_gemm

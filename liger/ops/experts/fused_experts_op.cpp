@@ -17,12 +17,6 @@ struct Routing {
   Tensor place;  // [tokens, k] int32
   Tensor ends;   // [experts] int32
 
-  /// The values of sorted pairs, in the order of the tokens: [tokens, k], 0 for a pair without an expert.
-  Tensor of_tokens(const Tensor& of_pairs) const {
-    if (of_pairs.numel() == 0) return at::zeros(place.sizes(), of_pairs.options());
-    const Tensor found = of_pairs.index_select(0, place.view(-1).clamp_min(0)).view(place.sizes());
-    return found.masked_fill_(place.lt(0), 0);
-  }
   /// The tokens' values [tokens, k], in the order of the sorted pairs and in float: [pairs].
   Tensor of_pairs(const Tensor& of_tokens) const { return of_tokens.reshape(-1).to(at::kFloat).index_select(0, order); }
 };
@@ -74,24 +68,19 @@ Tensor spread(const Tensor& x_, const Routing& r) {
   return rows;
 }
 
-/// The expert of each sorted pair; the last one for pairs that have none, whose results nobody reads.
-Tensor experts_of(const Routing& r) {
-  const int64_t experts = r.ends.numel(), pairs = r.order.numel();
-  return at::searchsorted(r.ends, at::arange(pairs, r.ends.options()), false, true).clamp_max_(experts - 1);
-}
-
-Tensor add_bias(const Tensor& t, const OptTensor& bias, const Tensor& experts) {
-  return bias ? t.add_(bias->index_select(0, experts)) : t;
-}
-
-/// A matrix of every expert, and what adapters add to it: y = x matrix + scale · (x aᵀ) bᵀ.
+/// A matrix of every expert, its bias, and what adapters add to it: y = x matrix + bias + scale · (x aᵀ) bᵀ.
 struct Matrix {
-  Tensor of;    // [experts, in, out]
-  Tensor a, b;  // [experts, rank, in], [experts, out, rank], undefined where there is no adapter
+  Tensor of;       // [experts, in, out]
+  OptTensor bias;  // [experts, out]
+  Tensor a, b;     // [experts, rank, in], [experts, out, rank], undefined where there is no adapter
   double scale;
 
-  Matrix(const Tensor& of, const OptTensor& a, const OptTensor& b, double scale)
-      : of(of), a(value_or_undefined(a)), b(value_or_undefined(b)), scale(scale) {}
+  Matrix(const Tensor& of, const OptTensor& bias, const OptTensor& a, const OptTensor& b, double scale)
+      : of(of),
+        bias(bias ? OptTensor(bias->contiguous()) : bias),
+        a(value_or_undefined(a)),
+        b(value_or_undefined(b)),
+        scale(scale) {}
 
   /// x aᵀ: [pairs, rank].
   Tensor low(const Tensor& x, const Tensor& ends) const { return grouped(x, a.transpose(1, 2), ends); }
@@ -99,7 +88,7 @@ struct Matrix {
   Tensor low_of_gradient(const Tensor& dy, const Tensor& ends) const { return grouped(dy, b, ends); }
 
   Tensor apply(const Tensor& x, const Tensor& ends) const {
-    const Tensor y = grouped(x, of, ends);
+    const Tensor y = grouped(x, of, ends, bias);
     if (!a.defined()) return y;
     const Tensor term = grouped(low(x, ends), b.transpose(1, 2), ends);
     // On CPUs torch rounds the last numbers of a thread's share in 16 bits otherwise than those before them.
@@ -144,19 +133,17 @@ struct GatedRows {
 };
 
 /// By one kernel where there is one and nothing comes between the product and its activation.
-GatedRows gated_rows(const Tensor& x, const Matrix& gate_up, const OptTensor& bias, const Routing& r,
-                     const Tensor& experts, const ExpertsOptions& o, bool keep) {
+GatedRows gated_rows(const Tensor& x, const Matrix& gate_up, const Routing& r, const ExpertsOptions& o, bool keep) {
   const int64_t width = gate_up.of.size(2) / 2;
-  if (!bias && !gate_up.a.defined() && !o.interleaved && width % 8 == 0 &&
-      grouped_gated.has(Backend(x.device().type())))
-    if (std::optional<GroupedRows> product = grouped_by_kernel(x, gate_up.of, r.ends)) {
+  if (!gate_up.a.defined() && width % 8 == 0 && grouped_gated.has(Backend(x.device().type())))
+    if (std::optional<GroupedRows> product = grouped_by_kernel(x, gate_up.of, r.ends, gate_up.bias)) {
       const GatedRows out{keep ? output(at::empty({x.size(0), 2 * width}, x.options())) : Tensor(),
                           output(at::empty({x.size(0), width}, x.options()))};
       if (keep) product->out = out.a.data_ptr();
       run(grouped_gated, x, {.product = *product, .h = out.h.data_ptr(), .form = form("fused_experts", o)});
       return out;
     }
-  const Tensor a = add_bias(gate_up.apply(x, r.ends), bias, experts);
+  const Tensor a = gate_up.apply(x, r.ends);
   return {keep ? a : Tensor(), activated(o, a)};
 }
 
@@ -185,10 +172,11 @@ struct FusedExperts {
                  gate_up_weight_scale, down_weight_scale)
 
     fused_experts::Matrix gate_up_of(const Options& o) const {
-      return {fused_experts::inputs_first(o, gate_up, gate_up_weight_scale, x), gate_up_a, gate_up_b, o.gate_up_scale};
+      return {fused_experts::inputs_first(o, gate_up, gate_up_weight_scale, x), gate_up_bias, gate_up_a, gate_up_b,
+              o.gate_up_scale};
     }
     fused_experts::Matrix down_of(const Options& o) const {
-      return {fused_experts::inputs_first(o, down, down_weight_scale, x), down_a, down_b, o.down_scale};
+      return {fused_experts::inputs_first(o, down, down_weight_scale, x), down_bias, down_a, down_b, o.down_scale};
     }
   };
   struct Inputs {
@@ -263,7 +251,6 @@ struct FusedExperts {
   static Results forward(const Inputs& in, const Record& record, const Options& o) {
     using namespace fused_experts;
     const Tensor &x_ = in.of.x, &gate_up = in.of.gate_up, &down = in.of.down;
-    const OptTensor &gate_up_bias = in.of.gate_up_bias, &down_bias = in.of.down_bias;
     check(kName.text, o, in.of, in.index.sym_sizes())
         .shaped("index", in.index, {x_.sym_size(0), in.index.sym_size(1)}, Type::Integer);
     const auto ints = x_.options().dtype(at::kInt);
@@ -275,10 +262,9 @@ struct FusedExperts {
               at::empty_symint({record.keep ? pairs : none, record.keep ? twice : none}, x_.options())};
     }
     const Routing r = sorted_by_expert(in.index, gate_up.size(0), o);
-    const Tensor experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
     // The rows of x are gone before those of the second product are there.
-    const GatedRows gated = gated_rows(spread(x_, r), in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
-    const Tensor outputs = add_bias(in.of.down_of(o).apply(gated.h, r.ends), down_bias, experts);
+    const GatedRows gated = gated_rows(spread(x_, r), in.of.gate_up_of(o), r, o, record.keep);
+    const Tensor outputs = in.of.down_of(o).apply(gated.h, r.ends);
     return {combine(outputs, r, as_numbers(in.of.weights)), r.order, r.place, r.ends,
             record.keep ? gated.a : at::empty({0, 0}, x_.options())};
   }
@@ -307,7 +293,7 @@ struct FusedExperts {
   /// What backward works on: sorted pairs of token and expert.
   struct Pairs {
     fused_experts::Routing r;
-    Tensor x, dy, experts;   // rows of each pair, and its expert where there is a bias
+    Tensor x, dy;            // rows of each pair
     Tensor da, h, dweights;  // the gradient of gate and up, weight · activated, the gradient of weights
     Tensor low_dy, low_da;   // low_of_gradient of dy and da where there are adapters
 
@@ -318,20 +304,19 @@ struct FusedExperts {
           x(fused_experts::spread(s.of.x, r)),
           dy(fused_experts::spread(up.dy, r)) {
       using namespace fused_experts;
-      if (s.of.gate_up_bias || s.of.down_bias) experts = experts_of(r);
-      const Tensor a =
-          s.kept.numel() > 0 ? s.kept.contiguous() : add_bias(gate_up.apply(x, r.ends), s.of.gate_up_bias, experts);
+      const Tensor a = s.kept.numel() > 0 ? s.kept.contiguous() : gate_up.apply(x, r.ends);
       if (s.of.down_a) low_dy = down.low_of_gradient(dy, r.ends);
       h = down.apply_transposed(dy, low_dy, r.ends);  // and then weight · activated
       da = overwrite || s.kept.numel() == 0 ? a : output(at::empty(a.sizes(), a.options()));
-      activate(s, o, a);
+      activate(s, o, a, down.bias);
       if (s.of.gate_up_a) low_da = gate_up.low_of_gradient(da, r.ends);
     }
 
     /// da, h and dweights, from gate and up and from the gradient of their activation, which is in h.
-    void activate(const Saved& s, const Options& o, const Tensor& a) {
+    void activate(const Saved& s, const Options& o, const Tensor& a, const OptTensor& bias) {
       using namespace fused_experts;
       const Tensor weights = as_numbers(s.of.weights);
+      const Tensor experts = bias ? groups_of_rows(r.ends, r.order.numel()) : Tensor();
       // The kernel writes those of the pairs that have a row.
       const auto floats = weights.options().dtype(at::kFloat);
       dweights =
@@ -347,7 +332,11 @@ struct FusedExperts {
            .pairs = r.order.numel(),
            .cols = h.size(1),
            .dtype = dtype_of(da),
-           .form = form("fused_experts_backward", o)});
+           .form = form("fused_experts_backward", o),
+           .dy = data(dy),
+           .bias = bias ? bias->const_data_ptr() : nullptr,
+           .experts = bias ? data<int>(experts) : nullptr,
+           .width = dy.size(1)});
     }
   };
 
@@ -384,10 +373,9 @@ struct FusedExperts {
               like(wanted.ddown_b, of.down_b)};
     }
     Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
+    if (!wanted.dweights) down.bias.reset();  // it is these that it has a part in
     Pairs p(up, s, gate_up, down, o, overwrite);
     down.of.reset();  // of 8 bits it was a copy
-    if (of.down_bias && wanted.dweights)
-      p.dweights.add_(p.r.of_tokens((p.dy * of.down_bias->index_select(0, p.experts)).sum(1, false, at::kFloat)));
     const auto outer = [&](const Tensor& d_out, const Tensor& in) {
       return o.transposed ? grouped_outer(in, d_out, p.r.ends) : grouped_outer(d_out, in, p.r.ends);
     };
