@@ -3,8 +3,9 @@
 
 namespace liger {
 
-/// Rows sorted by group, and for each group a matrix:
-///   out[r] = x[r] matrix[g] + bias[g]   for the rows r of each group g
+/// Rows sorted by group, and for each group a matrix, and what may be added to the product: the product of other rows,
+/// few numbers wide, with a second matrix, as an adapter of low rank has them, and a bias.
+///   out[r] = x[r] matrix[g] + low[r] low_matrix[g] + bias[g]   for the rows r of each group g
 /// Products of 16-bit numbers, summed in float, and rounded before the bias comes. Rows behind the last group are
 /// neither read nor written.
 struct GroupedRows {
@@ -17,7 +18,9 @@ struct GroupedRows {
   int64_t group_stride;
   bool along_depth;  // whether the matrix is contiguous along depth
   DType dtype;
-  const void* bias;  // [groups, cols], may be null
+  const void* bias;              // [groups, cols], may be null
+  const void *low, *low_matrix;  // [rows, rank], [groups, rank, cols], the latter as the matrix is; without gaps
+  int64_t rank;                  // 0: there are none
 };
 
 ///   out[g] = Σ a[r]ᵀ b[r]     over the rows r of each group g, zeros for a group without rows

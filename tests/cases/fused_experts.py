@@ -192,8 +192,9 @@ CASES = [
         "fused_experts",
         rivals=rivals,
         captured=((40, 24, 64), torch.bfloat16),
-        # The last one: experts with one and with two tiles of Hopper's grouped GEMM, none of them full.
-        shapes=[(1, 4, 6), (5, 7, 9), (40, 24, 65), (33, 64, 128), (650, 72, 40)],
+        # (9, 16, 24): every option in 16 bits, in Hopper's grouped GEMM. The last one: experts with one and with two of
+        # its tiles, none of them full.
+        shapes=[(1, 4, 6), (5, 7, 9), (9, 16, 24), (40, 24, 65), (33, 64, 128), (650, 72, 40)],
         emulated=2_000_000,
         options=[
             {},
@@ -203,6 +204,7 @@ CASES = [
             dict(recompute=False),
             dict(rank=3, biases=True),
             dict(rank=8, transposed=True, first=-1, recompute=False),
+            dict(rank=72),  # more than a stage of Hopper's grouped GEMM
             dict(bounded=True, k=4, beyond=1, biases=True, rank=8),
             dict(bounded=True, recompute=False),
             dict(bounded=True, k=1, biases=True),
@@ -247,7 +249,7 @@ CASES = [
         "fused_experts_clamped",
         dtypes=(torch.float32, torch.bfloat16),
         captured=((40, 24, 64), torch.bfloat16),
-        shapes=[(1, 4, 6), (5, 7, 9), (40, 24, 65), (33, 64, 128), (650, 72, 40)],
+        shapes=[(1, 4, 6), (5, 7, 9), (9, 16, 24), (40, 24, 65), (33, 64, 128), (650, 72, 40)],
         emulated=2_000_000,
         options=[
             dict(transposed=True, biases=True, **GPT_OSS),

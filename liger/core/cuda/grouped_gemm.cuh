@@ -36,8 +36,8 @@ struct MakesNothing {
   static constexpr Makes kMakes = Makes::Nothing;
 };
 
-/// out[r] = x[r] matrix + bias: the matrices are the first operand and their columns the rows of sums, so that the rows
-/// of a group, few and of any number, are columns of sums: multiples of 16, as wgmma takes them.
+/// GroupedRows: the matrices are the first operand and their columns the rows of sums, so that the rows of a group, few
+/// and of any number, are columns of sums: multiples of 16, as wgmma takes them. The second product is more depth.
 /// Where something is made of halves, a tile has 64 columns of the first half of the matrices and the same of the
 /// second, a warpgroup each.
 template <class T, bool kAlongDepth, class Make = MakesNothing>
@@ -47,11 +47,11 @@ struct RowsOfGroups {
   static constexpr bool kSumOverRows = false, kHalves = Make::kMakes == Makes::OfHalves;
   static constexpr int kBoxRows = 32;  // of x: few, for tiles with few columns
 
-  TensorMap matrix, x;
+  TensorMap matrix, x, low_matrix, low;
   T* out;         // null: only `make` is given the result
   const T* bias;  // may be null
   const int* ends;
-  int groups, depth, cols;
+  int groups, depth, rank, cols;
   Make make;
 
   /// From the first operand's rows of one warpgroup to those of the other.
@@ -65,17 +65,18 @@ struct RowsOfGroups {
     const int first = begin(group) + column_tile * columns;
     return {group, row_tile * (kHalves ? 64 : kRows), 0, columns, first, min(first + columns, ends[group])};
   }
-  __device__ int steps(const Task&) const { return ceil_div(depth, kDepth); }
+  __device__ int steps(const Task&) const { return ceil_div(depth, kDepth) + ceil_div(rank, kDepth); }
   __device__ int bytes(const Task& t) const { return (kRows + round_up(t.columns, kBoxRows)) * kDepth * 2; }
 
   __device__ void copy(const Task& t, int step, T* a, T* b, CopyBarrier& barrier) const {
-    const int k = step * kDepth;
+    const int of_x = ceil_div(depth, kDepth), k = (step < of_x ? step : step - of_x) * kDepth;
+    const TensorMap &first = step < of_x ? matrix : low_matrix, &second = step < of_x ? x : low;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = t.row + i * to_next();
-      copy_box(a + i * 64 * kDepth, matrix, kAlongDepth ? k : row, kAlongDepth ? row : k, t.group, barrier);
+      copy_box(a + i * 64 * kDepth, first, kAlongDepth ? k : row, kAlongDepth ? row : k, t.group, barrier);
     }
-    for (int i = 0; i < t.columns; i += kBoxRows) copy_box(b + i * kDepth, x, k, t.first + i, 0, barrier);
+    for (int i = 0; i < t.columns; i += kBoxRows) copy_box(b + i * kDepth, second, k, t.first + i, 0, barrier);
   }
 
   /// Rounds the sums and adds the bias: a thread has two rows of sums, which are columns of the result.
@@ -336,21 +337,35 @@ template <class F>
 void start_rows(const GroupedRows& a, Stream s, F make) {
   if (a.rows == 0 || a.cols == 0) return;
   dispatch16(a.dtype, [&]<class T>() {
-    const auto run = [&]<bool kAlongDepth>(const int64_t (&sizes)[3]) {
+    const auto run = [&]<bool kAlongDepth>() {
       using Work = RowsOfGroups<T, kAlongDepth, decltype(make.template operator()<T>())>;
-      start(Work{.matrix = tensor_map(a.dtype, a.matrix, sizes, {a.matrix_stride, a.group_stride}, 64),
-                 .x = tensor_map(a.dtype, a.x, {a.depth, a.rows, 1}, {a.x_stride, a.x_stride}, Work::kBoxRows),
-                 .out = static_cast<T*>(a.out),
-                 .bias = static_cast<const T*>(a.bias),
-                 .ends = a.ends,
-                 .groups = int(a.groups),
-                 .depth = int(a.depth),
-                 .cols = int(a.cols),
-                 .make = make.template operator()<T>()},
-            s);
+      const auto of_matrix = [&](const void* matrix, int64_t depth, int64_t stride, int64_t group_stride) {
+        const int64_t inner = kAlongDepth ? depth : a.cols, outer = kAlongDepth ? a.cols : depth;
+        return tensor_map(a.dtype, matrix, {inner, outer, a.groups}, {stride, group_stride}, 64);
+      };
+      const auto of_rows = [&](const void* rows, int64_t depth, int64_t stride) {
+        return tensor_map(a.dtype, rows, {depth, a.rows, 1}, {stride, stride}, Work::kBoxRows);
+      };
+      Work work{.matrix = of_matrix(a.matrix, a.depth, a.matrix_stride, a.group_stride),
+                .x = of_rows(a.x, a.depth, a.x_stride),
+                .low_matrix = {},
+                .low = {},
+                .out = static_cast<T*>(a.out),
+                .bias = static_cast<const T*>(a.bias),
+                .ends = a.ends,
+                .groups = int(a.groups),
+                .depth = int(a.depth),
+                .rank = int(a.rank),
+                .cols = int(a.cols),
+                .make = make.template operator()<T>()};
+      if (a.rank > 0) {
+        work.low_matrix = of_matrix(a.low_matrix, a.rank, kAlongDepth ? a.rank : a.cols, a.rank * a.cols);
+        work.low = of_rows(a.low, a.rank, a.rank);
+      }
+      start(work, s);
     };
-    if (a.along_depth) run.template operator()<true>({a.depth, a.cols, a.groups});
-    else run.template operator()<false>({a.cols, a.depth, a.groups});
+    if (a.along_depth) run.template operator()<true>();
+    else run.template operator()<false>();
   });
 }
 

@@ -28,13 +28,13 @@ bool fits_aten(const Tensor& a, const Tensor& b) {
 
 /// Whether the kernels of this library take a, rows [rows, ...], and b, whose last size is that of the result's rows.
 /// Groups of many rows are ATen's where it takes them: measured on an H100, its GEMMs are up to 1.12 times as fast from
-/// 2048 rows per group on, and ours 1.03 to 1.3 times up to 1024. But only ours add a bias.
-bool fits_ours(const Tensor& a, const Tensor& b, int64_t groups, bool bias = false) {
+/// 2048 rows per group on, and ours 1.03 to 1.3 times up to 1024. But only ours add terms in the same pass.
+bool fits_ours(const Tensor& a, const Tensor& b, int64_t groups, bool terms = false) {
   const int64_t rows = a.size(0);
   constexpr int64_t kMostRows = 1536, kMost = std::numeric_limits<int>::max();
   if (!is_16_bit(a) || !has_grouped.has(Backend(a.device().type())) || groups > kGroupedMost || a.stride(1) != 1 ||
       b.size(-1) % 8 != 0 || !fits(a) || !fits(b) || rows > kMost || a.size(1) > kMost || b.size(-1) > kMost ||
-      b.size(-2) > kMost || (rows > kMostRows * groups && !bias && fits_aten(a, b) && !is_batch_invariant()))
+      b.size(-2) > kMost || (rows > kMostRows * groups && !terms && fits_aten(a, b) && !is_batch_invariant()))
     return false;
   bool yes = false;
   run(has_grouped, a, {&yes});
@@ -65,9 +65,13 @@ Tensor groups_of_rows(const Tensor& ends, int64_t rows) {
 }
 
 std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, const Tensor& ends,
-                                             const OptTensor& bias) {
-  if (!fits_ours(x, w, w.size(0), bias.has_value())) return {};
-  const bool along_depth = w.stride(1) == 1;
+                                             GroupedTerms& terms) {
+  const bool along_depth = w.stride(1) == 1, low = terms.low.defined();
+  if (!fits_ours(x, w, w.size(0), terms.bias || low) || (low && terms.low.size(1) % 8 != 0)) return {};
+  if (low) {  // a copy where an adapter's layout is not its matrix's
+    const Tensor& m = terms.low_matrix;
+    terms.low_matrix = along_depth ? m.transpose(1, 2).contiguous().transpose(1, 2) : m.contiguous();
+  }
   return GroupedRows{.x = x.const_data_ptr(),
                      .matrix = w.const_data_ptr(),
                      .out = nullptr,
@@ -81,22 +85,29 @@ std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, c
                      .group_stride = w.stride(0),
                      .along_depth = along_depth,
                      .dtype = dtype_of(x),
-                     .bias = bias ? bias->const_data_ptr() : nullptr};
+                     .bias = terms.bias ? terms.bias->const_data_ptr() : nullptr,
+                     .low = low ? terms.low.const_data_ptr() : nullptr,
+                     .low_matrix = low ? terms.low_matrix.const_data_ptr() : nullptr,
+                     .rank = low ? terms.low.size(1) : 0};
 }
 
-Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends, const OptTensor& bias_) {
+Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends, const GroupedTerms& terms_) {
   const Tensor w = w_.detach();
-  const OptTensor bias = bias_ ? OptTensor(bias_->detach()) : OptTensor();
-  if (std::optional<GroupedRows> product = grouped_by_kernel(x, w, ends, bias)) {
+  GroupedTerms terms = terms_;
+  if (terms.bias) terms.bias = terms.bias->detach();
+  if (std::optional<GroupedRows> product = grouped_by_kernel(x, w, ends, terms)) {
     const Tensor out = output(at::empty({x.size(0), w.size(2)}, x.options()));
     product->out = out.data_ptr();
     run(grouped_rows, x, *product);
     return out;
   }
+  const auto with_low = [&](const Tensor& out) {
+    return terms.low.defined() ? out.add_(grouped(terms.low, terms.low_matrix, ends)) : out;
+  };
   const bool invariant = is_batch_invariant();
   if (fits_aten(x, w) && !invariant) {
     const Tensor out = at::_grouped_mm(x, w, ends).contiguous();  // its rows begin at multiples of 16 bytes
-    return bias ? out.add_(bias->index_select(0, groups_of_rows(ends, x.size(0)))) : out;
+    return with_low(terms.bias ? out.add_(terms.bias->index_select(0, groups_of_rows(ends, x.size(0)))) : out);
   }
   const Tensor out = output(at::empty({x.size(0), w.size(2)}, x.options()));
   for_groups(ends, [&](int64_t g, int64_t begin, int64_t n) {
@@ -110,9 +121,9 @@ Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends, const OptT
       in_blocks<1>(part, {x.narrow(0, begin, n)}, kBlock,
                    [&](Tensor y, const auto& rows) { at::mm_out(y, rows[0], w.select(0, g)); });
     }
-    if (bias) part.add_(bias->select(0, g));
+    if (terms.bias) part.add_(terms.bias->select(0, g));
   });
-  return out;
+  return with_low(out);
 }
 
 Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends) {

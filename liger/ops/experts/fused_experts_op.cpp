@@ -82,23 +82,27 @@ struct Matrix {
         b(value_or_undefined(b)),
         scale(scale) {}
 
-  /// x aᵀ: [pairs, rank].
-  Tensor low(const Tensor& x, const Tensor& ends) const { return grouped(x, a.transpose(1, 2), ends); }
-  /// dy b, which a makes a gradient of x.
-  Tensor low_of_gradient(const Tensor& dy, const Tensor& ends) const { return grouped(dy, b, ends); }
+  /// scale · x aᵀ: [pairs, rank], undefined without an adapter.
+  Tensor low(const Tensor& x, const Tensor& ends) const {
+    return a.defined() ? scaled(grouped(x, a.transpose(1, 2), ends)) : Tensor();
+  }
+  /// scale · dy b, which a makes a gradient of x.
+  Tensor low_of_gradient(const Tensor& dy, const Tensor& ends) const {
+    return a.defined() ? scaled(grouped(dy, b, ends)) : Tensor();
+  }
 
-  Tensor apply(const Tensor& x, const Tensor& ends) const {
-    const Tensor y = grouped(x, of, ends, bias);
-    if (!a.defined()) return y;
-    const Tensor term = grouped(low(x, ends), b.transpose(1, 2), ends);
-    // On CPUs torch rounds the last numbers of a thread's share in 16 bits otherwise than those before them.
-    return is_batch_invariant() && y.is_cpu() ? y.copy_(y.to(at::kFloat).add_(term, scale)) : y.add_(term, scale);
+  /// What is added to x's product.
+  GroupedTerms terms(const Tensor& x, const Tensor& ends) const {
+    return {bias, low(x, ends), a.defined() ? b.transpose(1, 2) : Tensor()};
   }
-  /// dx of dy, with low_of_gradient(dy) where there is an adapter.
+  Tensor apply(const Tensor& x, const Tensor& ends) const { return grouped(x, of, ends, terms(x, ends)); }
+  /// dx of dy, with low_of_gradient(dy).
   Tensor apply_transposed(const Tensor& dy, const Tensor& low, const Tensor& ends) const {
-    const Tensor dx = grouped(dy, of.transpose(1, 2), ends);
-    return a.defined() ? dx.add_(grouped(low, a, ends), scale) : dx;
+    return grouped(dy, of.transpose(1, 2), ends, {{}, low, a});
   }
+
+ private:
+  Tensor scaled(const Tensor& low) const { return scale == 1 ? low : multiplied(low, scale); }
 };
 
 Tensor combine(const Tensor& rows, const Routing& r, const Tensor& weights) {
@@ -132,18 +136,19 @@ struct GatedRows {
   Tensor a, h;  // gate and up [pairs, 2 width], undefined unless they are kept; what they are activated to
 };
 
-/// By one kernel where there is one and nothing comes between the product and its activation.
+/// By one kernel where there is one.
 GatedRows gated_rows(const Tensor& x, const Matrix& gate_up, const Routing& r, const ExpertsOptions& o, bool keep) {
   const int64_t width = gate_up.of.size(2) / 2;
-  if (!gate_up.a.defined() && width % 8 == 0 && grouped_gated.has(Backend(x.device().type())))
-    if (std::optional<GroupedRows> product = grouped_by_kernel(x, gate_up.of, r.ends, gate_up.bias)) {
+  GroupedTerms terms = gate_up.terms(x, r.ends);
+  if (width % 8 == 0 && grouped_gated.has(Backend(x.device().type())))
+    if (std::optional<GroupedRows> product = grouped_by_kernel(x, gate_up.of, r.ends, terms)) {
       const GatedRows out{keep ? output(at::empty({x.size(0), 2 * width}, x.options())) : Tensor(),
                           output(at::empty({x.size(0), width}, x.options()))};
       if (keep) product->out = out.a.data_ptr();
       run(grouped_gated, x, {.product = *product, .h = out.h.data_ptr(), .form = form("fused_experts", o)});
       return out;
     }
-  const Tensor a = gate_up.apply(x, r.ends);
+  const Tensor a = grouped(x, gate_up.of, r.ends, terms);
   return {keep ? a : Tensor(), activated(o, a)};
 }
 
@@ -295,7 +300,7 @@ struct FusedExperts {
     fused_experts::Routing r;
     Tensor x, dy;            // rows of each pair
     Tensor da, h, dweights;  // the gradient of gate and up, weight · activated, the gradient of weights
-    Tensor low_dy, low_da;   // low_of_gradient of dy and da where there are adapters
+    Tensor low_dy, low_da;   // low_of_gradient of dy and da
 
     /// overwrite: da has the memory of what forward has kept.
     Pairs(const Upstream& up, const Saved& s, const fused_experts::Matrix& gate_up, const fused_experts::Matrix& down,
@@ -305,11 +310,11 @@ struct FusedExperts {
           dy(fused_experts::spread(up.dy, r)) {
       using namespace fused_experts;
       const Tensor a = s.kept.numel() > 0 ? s.kept.contiguous() : gate_up.apply(x, r.ends);
-      if (s.of.down_a) low_dy = down.low_of_gradient(dy, r.ends);
+      low_dy = down.low_of_gradient(dy, r.ends);
       h = down.apply_transposed(dy, low_dy, r.ends);  // and then weight · activated
       da = overwrite || s.kept.numel() == 0 ? a : output(at::empty(a.sizes(), a.options()));
       activate(s, o, a, down.bias);
-      if (s.of.gate_up_a) low_da = gate_up.low_of_gradient(da, r.ends);
+      low_da = gate_up.low_of_gradient(da, r.ends);
     }
 
     /// da, h and dweights, from gate and up and from the gradient of their activation, which is in h.
@@ -383,16 +388,16 @@ struct FusedExperts {
     // The second matrix first: what its gradients alone read makes room for those of the first, which are larger.
     if (wanted.dweights) d.dweights = p.dweights.to(of.weights.scalar_type());
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
-    if (wanted.ddown_a) d.ddown_a = multiplied(grouped_outer(p.low_dy, p.h, ends), down.scale);
-    if (wanted.ddown_b) d.ddown_b = multiplied(grouped_outer(p.dy, down.low(p.h, ends), ends), down.scale);
+    if (wanted.ddown_a) d.ddown_a = grouped_outer(p.low_dy, p.h, ends);
+    if (wanted.ddown_b) d.ddown_b = grouped_outer(p.dy, down.low(p.h, ends), ends);
     if (wanted.ddown_bias) d.ddown_bias = grouped_sum(p.dy.mul_(p.r.of_pairs(of.weights).unsqueeze(1)), ends);
     for (Tensor* read : {&p.dy, &p.h, &p.low_dy}) read->reset();
     if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
     gate_up.of.reset();
     if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
     if (wanted.dgate_up_bias) d.dgate_up_bias = grouped_sum(p.da, ends);
-    if (wanted.dgate_up_a) d.dgate_up_a = multiplied(grouped_outer(p.low_da, p.x, ends), gate_up.scale);
-    if (wanted.dgate_up_b) d.dgate_up_b = multiplied(grouped_outer(p.da, gate_up.low(p.x, ends), ends), gate_up.scale);
+    if (wanted.dgate_up_a) d.dgate_up_a = grouped_outer(p.low_da, p.x, ends);
+    if (wanted.dgate_up_b) d.dgate_up_b = grouped_outer(p.da, gate_up.low(p.x, ends), ends);
     return d;
   }
 };
