@@ -83,3 +83,32 @@ def test_gradients_of_biases(device, experts):
     rounding = 2**-8  # half of a unit in the last place of bfloat16, over the number
     expected, terms_error = summed(terms), 3 * rounding * summed(terms**2).sqrt()
     assert ((found.double() - expected).abs() <= rounding * expected.abs() + terms_error).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_adapters_in_a_flat_buffer(device, transposed):
+    """Parameters that begin anywhere, as FSDP's do, are adapters like others, to the bit."""
+    torch.manual_seed(0)
+    on = dict(device=device, dtype=torch.bfloat16)
+    experts, hidden, width, rank = 3, 16, 24, 8
+    sizes = (2 * width, hidden), (hidden, width)
+    gate_up, down = (torch.randn(experts, *(size[::-1] if transposed else size), **on) / 4 for size in sizes)
+    sizes = (rank, hidden), (2 * width, rank), (rank, width), (hidden, rank)
+    adapters = [torch.randn(experts, *size, **on) / 4 for size in sizes]
+    x, weights = torch.randn(9, hidden, **on), torch.rand(9, 2, device=device)
+    index = torch.randint(experts, (9, 2), device=device)
+
+    def results(tensors):
+        of = [t.requires_grad_() for t in (x.clone(), *tensors)]
+        pairs = dict(gate_up_adapter=Adapter(*of[1:3], 0.7), down_adapter=Adapter(*of[3:], 2.0))
+        y = fused_experts(of[0], gate_up, down, index, weights, transposed=transposed, **pairs)
+        return [y, *torch.autograd.grad(y.float().square().sum(), of)]
+
+    flat = torch.cat([torch.zeros(1, **on), *(t.flatten() for t in adapters)])
+    ends = [1]
+    for t in adapters:
+        ends.append(ends[-1] + t.numel())
+    views = [flat[a:b].view(t.shape).detach() for a, b, t in zip(ends, ends[1:], adapters)]
+    assert all(t.data_ptr() % 16 for t in views)
+    assert all(map(torch.equal, results(views), results([t.clone() for t in adapters])))

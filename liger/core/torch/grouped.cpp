@@ -68,9 +68,11 @@ std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, c
                                              GroupedTerms& terms) {
   const bool along_depth = w.stride(1) == 1, low = terms.low.defined();
   if (!fits_ours(x, w, w.size(0), terms.bias || low) || (low && terms.low.size(1) % 8 != 0)) return {};
-  if (low) {  // a copy where an adapter's layout is not its matrix's
+  if (low) {  // a copy where it is not laid out as the matrix is, or begins anywhere, as parameters in a flat buffer do
     const Tensor& m = terms.low_matrix;
-    terms.low_matrix = along_depth ? m.transpose(1, 2).contiguous().transpose(1, 2) : m.contiguous();
+    Tensor laid_out = (along_depth ? m.transpose(1, 2) : m).contiguous();
+    if (!fits(laid_out)) laid_out = laid_out.clone();
+    terms.low_matrix = along_depth ? laid_out.transpose(1, 2) : laid_out;
   }
   return GroupedRows{.x = x.const_data_ptr(),
                      .matrix = w.const_data_ptr(),
