@@ -237,6 +237,16 @@ def test_rows_whose_options_have_dtypes_are_kept(tmp_path):
     assert rows[0] == rows[1] and {row["options"].get("given") for row in rows[0]} == {None, "uint8"}
 
 
+def test_rivals_that_nobody_would_choose_are_not_measured(capsys):
+    from bench import in_the_race
+
+    takes = {"ours": 0.3, "slow": 0.12, "slower": 0.01, "fast": 0.001}
+    field = [SimpleNamespace(name=name, run=lambda mode, i, t=t: time.sleep(t)) for name, t in takes.items()]
+    assert [c.name for c in in_the_race(field, "cpu")] == ["ours", "slower", "fast"]
+    assert "slow left out:" in capsys.readouterr().err
+    assert [c.name for c in in_the_race(field[:2], "cpu")] == ["ours", "slow"]
+
+
 def test_a_dry_run_of_replacements(tmp_path):
     line = [sys.executable, str(ROOT / "benchmarks/replacements.py"), *"--device cpu --rounds 1 --out".split()]
     subprocess.run([*line, str(tmp_path / "rows.json")], check=True, capture_output=True, timeout=600)
