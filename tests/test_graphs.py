@@ -173,8 +173,8 @@ def test_looking_for_what_waits_keeps_no_gradients():
 
 @cuda
 def test_a_capture_reserves_the_memory_of_one_step():
-    """torch's allocator keeps what is freed for the stream that had it: a pass on another stream takes as much again.
-    Of rows with some kilobytes of activations, 40 % are for the allocator's segments."""
+    """torch's allocator keeps freed memory for the stream that had it: passes on another one would take as much again.
+    Its segments may add 40 %."""
     model = Model().cuda()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
