@@ -14,7 +14,7 @@ struct GroupedTerms {
 
 /// out[r] = x[r] w[g] + low[r] low_matrix[g] + bias[g] for the rows r of each group g, of which ends[g] [groups] int32
 /// is the number of rows of groups 0 to g: x [rows, in], w [groups, in, out]. Rows behind the last group are undefined.
-/// The product is rounded before the bias comes, and elsewhere than in grouped_rows before the second product does.
+/// The product is rounded before the bias comes; where grouped_rows does not make it, before the second product, too.
 Tensor grouped(const Tensor& x, const Tensor& w, const Tensor& ends, const GroupedTerms& terms = {});
 
 /// What grouped_rows is given for that, all but `out`; nothing where the product is not its to make. `terms` then holds
