@@ -27,11 +27,11 @@ COLUMNS = ("case", "dtype", "result", "values", "ours", "eager", "ratio", "large
 MANY = 1000  # values, of which a ratio says something
 
 
-def rows(device, names=None):
+def rows(device):
     """For each case, dtype and result: RMS errors in units of the dtype's rounding of the values' RMS, ours over
     eager's, and that of the largest."""
     for case in all_cases().values():
-        if not case.differentiable or names and case.name not in names:
+        if not case.differentiable:
             continue  # integers
         shape = max((s for s in case.shapes if torch.Size(s).numel() <= 150000), key=lambda s: torch.Size(s).numel())
         for dtype in case.dtypes:
@@ -95,12 +95,11 @@ def write(where, found, path):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--cases", help="only these, separated by commas")
     p.add_argument("--page", help="default: docs/errors-DEVICE.md")
     p.add_argument("--out", type=Path, help="write the rows as JSON, too")
     args = p.parse_args()
     path = args.page or os.path.join(ROOT, "docs", f"errors-{args.device}.md")
-    found = list(rows(args.device, args.cases and args.cases.split(",")))
+    found = list(rows(args.device))
     write(torch.cuda.get_device_name(0) if args.device == "cuda" else "a CPU", found, path)
     if args.out:
         listed = [dict(zip(COLUMNS, row)) for row in found]
