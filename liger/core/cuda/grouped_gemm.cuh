@@ -25,7 +25,7 @@ __device__ void store_columns(const float (&sums)[32][4], int c, uint4* to) {
                             to_word<T>(sums[c + 1][0], sums[c + 1][1]), to_word<T>(sums[c + 1][2], sums[c + 1][3])});
 }
 
-/// What is made of a result while it is in registers.
+/// What is made of a result as it is stored.
 enum class Makes {
   Nothing,
   OfNumbers,  // make(numbers, r, c) is given out[r] from c on, 8 numbers

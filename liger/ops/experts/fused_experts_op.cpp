@@ -378,7 +378,7 @@ struct FusedExperts {
               like(wanted.ddown_b, of.down_b)};
     }
     Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
-    if (!wanted.dweights) down.bias.reset();  // it is these that it has a part in
+    if (!wanted.dweights) down.bias.reset();  // backward reads it for them alone
     Pairs p(up, s, gate_up, down, o, overwrite);
     down.of.reset();  // of 8 bits it was a copy
     const auto outer = [&](const Tensor& d_out, const Tensor& in) {
