@@ -163,16 +163,16 @@ def test_adapters(patched, make, format, experts):
     for first in ("base", "adapters"):
         model = make()
         if patched == "before" and first == "base":
-            patch(model, swiglu=True)
+            patch(model)
         if first == "base":
             quantise(model, format, skip=LINEAR)
         model = adapted(model, experts)
         if patched == "before" and first == "adapters":
-            patch(model, swiglu=True)
+            patch(model)
         if first == "adapters":
             quantise(model, format, skip=LINEAR)
         if patched == "after":
-            report = patch(model, swiglu=True)
+            report = patch(model)
             assert any(part.name.endswith("Experts") for part in report.replaced), report
         assert len(held(model)) == 2
         for _ in range(2):  # and what a pass leaves behind

@@ -161,6 +161,16 @@ def test_errors(family):
     assert _state(family, model) == before
 
 
+def test_a_loss_that_is_on_by_default_gives_way(family):
+    for losses, found in (
+        ({}, "fused_linear_cross_entropy"),
+        ({"cross_entropy": True}, "cross_entropy"),
+        ({"cross_entropy": True, "fused_linear_cross_entropy": False}, "cross_entropy"),
+    ):
+        report = _function(family)(make(family), **losses)
+        assert {entry.switch for entry in report.replaced if "cross_entropy" in entry.switch} == {found}
+
+
 def test_a_row_of_the_callers_own(patched):
     from transformers import SmolLM3Config, SmolLM3ForCausalLM
 

@@ -9,7 +9,7 @@ import transformers
 from every_family import documented, documented_version, families, row
 from liger_kernel.transformers.families import FAMILIES
 
-# In every run: a dense model, one with experts, one whose MLP is off, one that holds another model, one with mixers.
+# In every run: a dense model, one with experts, one with sinks, one that holds another model, one with mixers.
 SOME = {"llama", "granite", "mixtral", "gpt_oss", "paligemma", "qwen3_5", "phi4_multimodal"}
 SAME = transformers.__version__ == documented_version()
 NAMES = [pytest.param(name, marks=() if name in SOME else pytest.mark.full()) for name in families()]

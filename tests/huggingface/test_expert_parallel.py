@@ -56,11 +56,11 @@ def compare(rank, family, how, before):
     plain_loss, plain_gradients, calls = step(build(copy.deepcopy(reference)), inputs)
     assert calls == 0
     if before:
-        report = getattr(monkey_patch, f"apply_liger_kernel_to_{family}")(swiglu=True)
+        report = getattr(monkey_patch, f"apply_liger_kernel_to_{family}")()
         model = build(copy.deepcopy(reference))
     else:
         model = build(copy.deepcopy(reference))
-        report = patch(family, model, swiglu=True)
+        report = patch(family, model)
     try:
         loss, gradients, calls = step(model, inputs)
     finally:

@@ -50,7 +50,7 @@ def _calls(model, inputs):
 def _pair(patched, family, kind, part):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
-    report = patched(family, model, swiglu=True)
+    report = patched(family, model)
     assert [entry.count for entry in report.replaced if entry.by == part.__name__] == [2]
     return model, reference
 
@@ -59,6 +59,20 @@ def _pair(patched, family, kind, part):
 def test_the_operator_runs_once_a_layer(patched, family, kind, part):
     model, reference = _pair(patched, family, kind, part)
     assert _calls(model, text())[0] == 2 and _calls(reference, text())[0] == 0
+
+
+@pytest.mark.parametrize("classes", [True, False], ids=["classes", "a model"])
+def test_experts_that_keep_the_name_of_their_class(patched, classes):
+    """By it versions of transformers 5 find the experts of GPT-OSS that they quantise to MXFP4, in a model that has no
+    weights yet. A printed model shows that they are replaced."""
+    model = None if classes else model_of("gpt_oss", "GptOssForCausalLM")
+    patched("gpt_oss", model)
+    model = model or model_of("gpt_oss", "GptOssForCausalLM")
+    experts = [type(module) for module in model.modules() if isinstance(module, LigerGptOssExperts)]
+    assert [cls.__name__ for cls in experts] == ["GptOssExperts"] * 2
+    assert "(experts): LigerGptOssExperts(" in str(model)
+    again = patched("gpt_oss", model)
+    assert "LigerGptOssExperts" in {entry.by for entry in again.replaced}
 
 
 def test_weights_of_all_experts():
@@ -98,7 +112,7 @@ def test_another_implementation_is_kept(patched, family, kind, part):
         model.set_experts_implementation(name)
         assert _calls(model, text())[0] == 2
 
-    report = patched(family, reference, swiglu=True)
+    report = patched(family, reference)
     assert "experts_implementation is 'batched_mm'" in str(report)
     assert not any(isinstance(module, part) for module in reference.modules())
 
@@ -146,11 +160,11 @@ def test_lora_on_the_experts(patched, family, kind, part, first, names):
     model = model_of(family, kind)
     reference = _adapted(copy.deepcopy(model), *names)
     if first == "patch":
-        patched(family, model, swiglu=True)
+        patched(family, model)
         model = _adapted(model, *names)
     else:
         model = _adapted(model, *names)
-        patched(family, model.get_base_model(), swiglu=True)
+        patched(family, model.get_base_model())
     for expected_sums in (0, None):
         with Ran() as ran:
             output, gradients = run(model, **text())
@@ -174,7 +188,7 @@ def test_lora_in_bfloat16_is_as_exact_as_pefts(patched, family, kind, part):
     """The error of the result and of every gradient against float64's is at most 1.1 of PEFT's."""
     model = model_of(family, kind)
     reference, model = (_adapted(m, *WEIGHTS) for m in (copy.deepcopy(model), model))
-    report = patched(family, model.get_base_model(), swiglu=True)
+    report = patched(family, model.get_base_model())
     assert [entry.count for entry in report.replaced if entry.by == "fused_experts"] == [4]
     ours, theirs = (next(x for x in m.modules() if type(x).__name__ == "ParamWrapper") for m in (model, reference))
     torch.manual_seed(0)

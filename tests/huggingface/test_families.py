@@ -190,6 +190,7 @@ def _left(family, model):
         m
         for m in model.modules()
         if type(m).__name__ in names
+        and "liger_part" not in vars(type(m))
         and find(type(m)) is not None
         and (getattr(m, "weight", None) is not None or "Norm" not in type(m).__name__)
     ]

@@ -74,6 +74,13 @@ def test_every_function_of_the_api():
     assert monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() >= {*FAMILIES, *MORE_TYPES}
 
 
+def test_every_part_that_has_a_kernel_is_replaced_by_default():
+    """A trainer sets no switches."""
+    for name, row in FAMILIES.items():
+        off = {switch for switch, on in row.switches.items() if not on} - {"cross_entropy"}
+        assert off <= {*row.without, *({"layer_norm"} if name == "gemma4" else ())}, name  # Gemma 4 has no LayerNorm
+
+
 def test_both_losses_are_refused_before_anything_is_patched():
     for name, row in FAMILIES.items():
         if row.loss:

@@ -222,6 +222,9 @@ class LigerClampedSwishExperts(Experts):
 class LigerGptOssExperts(Experts):
     """GPT-OSS's experts, whose gate and up interleave and are clamped: a forward for experts of transformers."""
 
+    # Versions of transformers 5 find the experts that they quantise to MXFP4 by the name of their class.
+    liger_named_as_original = True
+
     def forward(
         self, hidden_states: Tensor, router_indices: Tensor | None = None, routing_weights: Tensor | None = None
     ) -> Tensor:

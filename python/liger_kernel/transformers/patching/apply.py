@@ -69,7 +69,8 @@ def patch(
         switches: the family's switches; None means off.
 
     Raises ValueError for an unknown family, TypeError for an unknown switch or a model of another family, and
-    AssertionError if both `cross_entropy` and `fused_linear_cross_entropy` are on.
+    AssertionError if both `cross_entropy` and `fused_linear_cross_entropy` are turned on; one that is on by default
+    gives way to the other.
     """
     row = family if isinstance(family, Family) else FAMILIES.get(family)
     if row is None:
@@ -98,6 +99,8 @@ def _enabled(row, switches):
             f"valid are {', '.join(row.switches)} and model"
         )
     on = {name for name, value in {**row.switches, **switches}.items() if value}
+    if "cross_entropy" in on and "fused_linear_cross_entropy" not in switches:
+        on.discard("fused_linear_cross_entropy")
     if {"cross_entropy", "fused_linear_cross_entropy"} <= on:
         raise AssertionError(  # what callers of the API catch
             "cross_entropy and fused_linear_cross_entropy cannot both be True: choose fused_linear_cross_entropy, "
@@ -248,7 +251,7 @@ class _Patcher:
             if cls is None:
                 continue
             if isinstance(module, parts):
-                self.report.note(self._switch_of(type(module), swaps), short, type(module).__name__, 1)
+                self.report.note(self._switch_of(type(module), swaps), short, module._get_name(), 1)
                 continue
             targets = self._targets(swaps, cls, module)
             fits = [

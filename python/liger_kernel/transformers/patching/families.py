@@ -61,8 +61,8 @@ class Family:
         model_types: values of `config.model_type` that mean this family; the name itself if empty.
         parameters: the parameters of the function, in order; by default the switches that swaps and loss use,
         and `model`.
-        off: switches that are off unless asked for.
         also: modules that define parts which the family's module imports.
+        off: switches that are off unless asked for, beside those of OFF.
         without: switches that have no effect -> why.
         keeps: a pattern of the names of classes and functions that stay as they are.
         tables: how the tables of its rotary embeddings are laid out, whatever the source of the classes that make
@@ -82,8 +82,8 @@ class Family:
     package: str = ""
     model_types: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    off: tuple[str, ...] = ("cross_entropy",)
     also: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
     without: dict[str, str] = field(default_factory=dict)
     keeps: str = ""
     tables: str = "halves"
@@ -136,7 +136,7 @@ class Family:
         if self.router or "router" in used:
             names.append("router")
         names += ["layers", "qk_norm", "masks", "attention", "mixers", "lora"]
-        return {name: name not in self.off and name not in OFF for name in names}
+        return {name: name not in {*self.off, *OFF} for name in names}
 
 
 SWITCHES = {
@@ -159,7 +159,7 @@ SWITCHES = {
 }
 
 #: Switches that are off by default in all families.
-OFF: frozenset[str] = frozenset()
+OFF = frozenset({"cross_entropy"})
 
 # Switch -> what it replaces, for reports of a model that has none.
 PARTS = {
@@ -244,7 +244,6 @@ _GLU = (*_L[:-1], "geglu", "model")
 _GE = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
 _GEL = ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model")
 _IV = (*_LOSSES, "rms_norm", "layer_norm", "model", "kwargs")
-_NO_ROPE, _NO_SWIGLU = ("rope", "cross_entropy"), ("cross_entropy", "swiglu")
 _ONE_TENSOR = {"rope": "its rotary embedding takes one tensor at a time"}
 
 
@@ -267,9 +266,9 @@ FAMILIES = {row.name: row for row in (
     _row("qwen2", "Qwen2ForCausalLM"),
     _row("qwen3", "Qwen3ForCausalLM"),
     _row("smollm3", "SmolLM3ForCausalLM"),
-    _row("granite", "GraniteForCausalLM", off=("fused_linear_cross_entropy",)),
+    _row("granite", "GraniteForCausalLM"),
     _row("phi3", "Phi3ForCausalLM"),
-    _row("glm4", "Glm4ForCausalLM", off=_NO_ROPE),
+    _row("glm4", "Glm4ForCausalLM"),
     _row("olmo2", "Olmo2ForCausalLM"),
     _row("olmo3", "Olmo3ForCausalLM"),
     _row("exaone4", "Exaone4ForCausalLM"),
@@ -280,16 +279,16 @@ FAMILIES = {row.name: row for row in (
     _row("gemma2", "Gemma2ForCausalLM", _GE),
     _row("gemma3_text", "Gemma3ForCausalLM", _GE, package="gemma3"),
     _row("gemma3", "Gemma3ForConditionalGeneration", _GEL),
-    _row("gemma4_text", "Gemma4ForCausalLM Gemma4TextForCausalLM", _GE, package="gemma4", off=_NO_ROPE, experts=True,
+    _row("gemma4_text", "Gemma4ForCausalLM Gemma4TextForCausalLM", _GE, package="gemma4", off=("rope",), experts=True,
          without=_ONE_TENSOR),
-    _row("gemma4", "Gemma4ForConditionalGeneration", _GEL, off=("layer_norm", *_NO_ROPE), experts=True,
+    _row("gemma4", "Gemma4ForConditionalGeneration", _GEL, off=("rope", "layer_norm"), experts=True,
          without=_ONE_TENSOR),
     _row("paligemma", "PaliGemmaForConditionalGeneration", _GEL, holds=("gemma", "gemma2"), composite=True),
     _mixture("qwen3_moe", "Qwen3MoeForCausalLM"),
-    _mixture("qwen3_next", "Qwen3NextForCausalLM", off=_NO_ROPE),
+    _mixture("qwen3_next", "Qwen3NextForCausalLM"),
     _mixture("mixtral", "MixtralForCausalLM"),
-    _mixture("gpt_oss", "GptOssForCausalLM", off=_NO_SWIGLU, keeps="GptOssMLP"),
-    _row("deepseek_v4", "DeepseekV4ForCausalLM", off=("rope", *_NO_SWIGLU), experts=True, without=_ONE_TENSOR,
+    _mixture("gpt_oss", "GptOssForCausalLM", keeps="GptOssMLP"),
+    _row("deepseek_v4", "DeepseekV4ForCausalLM", off=("rope",), experts=True, without=_ONE_TENSOR,
          keeps="DeepseekV4UnweightedRMSNorm"),
     _row("nemotron", "NemotronForCausalLM", ("relu_squared", *_LOSSES, "model", "kwargs")),
     _row("llama4", "", (*_L, "layer_norm"), model_types=("llama4_text", "llama4"),
@@ -306,7 +305,7 @@ FAMILIES = {row.name: row for row in (
          keeps="VisionMlp", tables="halves"),
     _row("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", model_types=("qwen2_5_vl", "qwen2_5_vl_text"),
          tables="halves"),
-    _row("qwen3_vl", "Qwen3VLForConditionalGeneration", model_types=("qwen3_vl", "qwen3_vl_text"), off=_NO_SWIGLU,
+    _row("qwen3_vl", "Qwen3VLForConditionalGeneration", model_types=("qwen3_vl", "qwen3_vl_text"),
          keeps="Qwen3VLVisionMLP", tables="halves"),
     _mixture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
              keeps="Qwen3VLMoeVisionMLP", tables="halves"),
@@ -314,11 +313,11 @@ FAMILIES = {row.name: row for row in (
          keeps="Qwen3_5VisionMLP", tables="halves"),
     _mixture("qwen3_5_moe", "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
              model_types=("qwen3_5_moe", "qwen3_5_moe_text"), keeps="Qwen3_5MoeVisionMLP", tables="halves"),
-    _row("glm4v", "Glm4vForConditionalGeneration", model_types=("glm4v", "glm4v_text"), off=_NO_ROPE, tables="halves"),
+    _row("glm4v", "Glm4vForConditionalGeneration", model_types=("glm4v", "glm4v_text"), tables="halves"),
     _mixture("glm4v_moe", "Glm4vMoeForConditionalGeneration", model_types=("glm4v_moe", "glm4v_moe_text"),
-             off=_NO_ROPE, tables="halves"),
-    _mixture("deepseek_v2", "DeepseekV2ForCausalLM", off=_NO_ROPE),
-    _mixture("deepseek_v3", "DeepseekV3ForCausalLM", off=_NO_ROPE),
+             tables="halves"),
+    _mixture("deepseek_v2", "DeepseekV2ForCausalLM"),
+    _mixture("deepseek_v3", "DeepseekV3ForCausalLM"),
     _mixture("deepseek_v32", "DeepseekV32ForCausalLM", _LN),
     _mixture("kimi_linear", "KimiLinearForCausalLM"),
     _row("glm", "GlmForCausalLM"),

@@ -383,4 +383,8 @@ class ReplacedModule:
         body = {"__init__": __init__, "forward": forward}
         if is_one_operator(self.part) and not self.whole:
             body["liger_whole"] = False
-        return self.part.__name__, (self.part, base), body
+        named = self.part
+        if getattr(self.part, "liger_named_as_original", False):
+            body["_get_name"] = lambda module: self.part.__name__  # in a printed model
+            named = base
+        return named.__name__, (self.part, base), body
