@@ -25,9 +25,10 @@ struct SortByExpert {
   }
 };
 
-///   rows[place[t, k]] = x[t]
+///   rows[place[t, k]] = weights[t, k] · x[t]
 struct SpreadTokens {
   const void* x;     // [tokens, cols]
+  Numbers weights;   // [tokens, k] or null: 1
   const int* place;  // [tokens, k]
   void* rows;        // [pairs, cols]; rows of pairs without an expert are not written
   int64_t tokens, k, cols;

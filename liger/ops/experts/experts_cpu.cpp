@@ -23,8 +23,17 @@ void sort_pairs(const SortByExpert& a) {
 template <class T>
 void spread(const SpreadTokens& a) {
   for_rows(a.tokens, a.cols * a.k, [&](int64_t t) {
-    for (int64_t k = t * a.k; k < (t + 1) * a.k; ++k)
-      if (a.place[k] >= 0) std::copy_n(row_of<T>(a.x, t, a.cols), a.cols, row_of<T>(a.rows, a.place[k], a.cols));
+    const T* x = row_of<T>(a.x, t, a.cols);
+    for (int64_t k = t * a.k; k < (t + 1) * a.k; ++k) {
+      if (a.place[k] < 0) continue;
+      T* row = row_of<T>(a.rows, a.place[k], a.cols);
+      if (!a.weights.of) {
+        std::copy_n(x, a.cols, row);
+        continue;
+      }
+      const Vec weight(number(a.weights, k));
+      for_each(a.cols, [&](int64_t c, int64_t n) { write(weight * read(x + c, n), row + c, n); });
+    }
   });
 }
 

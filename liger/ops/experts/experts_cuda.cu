@@ -32,8 +32,20 @@ __global__ void __launch_bounds__(256) spread_kernel(SpreadTokens a) {
   const int64_t token = blockIdx.x;
   const Row<T> x(a.x, token, a.cols, a.cols);
   for_each_pack<2>(x, 0, x.packs(), T(0), [&](int p, const auto& pack) {
-    for (int64_t k = token * a.k; k < (token + 1) * a.k; ++k)
-      if (a.place[k] >= 0) Row<T>(a.rows, a.place[k], a.cols, a.cols).store(p, pack, x);
+    for (int64_t k = token * a.k; k < (token + 1) * a.k; ++k) {
+      if (a.place[k] < 0) continue;
+      const Row<T> row(a.rows, a.place[k], a.cols, a.cols);
+      if (!a.weights.of) {
+        row.store(p, pack, x);
+        continue;
+      }
+      const float weight = number(a.weights, k);
+      float product[Row<T>::kWidth];
+      pack.to_float(product);
+#pragma unroll
+      for (float& y : product) y *= weight;
+      row.store(p, product, x);
+    }
   });
 }
 

@@ -16,9 +16,6 @@ struct Routing {
   Tensor order;  // [rows] int32
   Tensor place;  // [tokens, k] int32
   Tensor ends;   // [experts] int32
-
-  /// The tokens' values [tokens, k], in the order of the sorted pairs and in float: [pairs].
-  Tensor of_pairs(const Tensor& of_tokens) const { return of_tokens.reshape(-1).to(at::kFloat).index_select(0, order); }
 };
 
 /// The rows of buffers of pairs: all pairs', or most_rows where that is less.
@@ -54,17 +51,23 @@ Routing sorted_by_expert(const Tensor& index_, int64_t experts, const ExpertsOpt
   return r;
 }
 
-/// The token's row of x for each sorted pair: [pairs, cols].
-Tensor spread(const Tensor& x_, const Routing& r) {
-  const Tensor x = x_.contiguous(), rows = output(at::empty({r.order.numel(), x.size(1)}, x.options()));
+/// The token's row of x, times the pair's weight where there are weights, for each sorted pair: rows [pairs, cols].
+void spread(const Tensor& x_, const Routing& r, const Tensor& weights, const Tensor& rows) {
+  const Tensor x = x_.contiguous();
   run(spread_tokens, x,
       {.x = data(x),
+       .weights = numbers(weights),
        .place = data<int>(r.place),
        .rows = rows.data_ptr(),
        .tokens = x.size(0),
        .k = r.place.size(1),
        .cols = x.size(1),
        .dtype = dtype_of(x)});
+}
+
+Tensor spread(const Tensor& x, const Routing& r) {
+  const Tensor rows = output(at::empty({r.order.numel(), x.size(1)}, x.options()));
+  spread(x, r, {}, rows);
   return rows;
 }
 
@@ -390,7 +393,10 @@ struct FusedExperts {
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
     if (wanted.ddown_a) d.ddown_a = grouped_outer(p.low_dy, p.h, ends);
     if (wanted.ddown_b) d.ddown_b = grouped_outer(p.dy, down.low(p.h, ends), ends);
-    if (wanted.ddown_bias) d.ddown_bias = grouped_sum(p.dy.mul_(p.r.of_pairs(of.weights).unsqueeze(1)), ends);
+    if (wanted.ddown_bias) {
+      spread(up.dy, p.r, as_numbers(of.weights), p.dy);
+      d.ddown_bias = grouped_sum(p.dy, ends);
+    }
     for (Tensor* read : {&p.dy, &p.h, &p.low_dy}) read->reset();
     if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
     gate_up.of.reset();
