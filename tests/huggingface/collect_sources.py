@@ -36,6 +36,7 @@ from liger_kernel.transformers.patching.by_source import swaps_of
 from liger_kernel.transformers.patching.families import FAMILIES, Swap
 from liger_kernel.transformers.patching.formulas import FORMULAS, fingerprint
 from liger_kernel.transformers.patching.layers import STEPS, adding
+from liger_kernel.transformers.patching.mixers import _convolving
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -72,7 +73,7 @@ CONFIG = types.SimpleNamespace(
 )
 CLASSES = re.compile(
     r"RMSNorm(Gated|alization)?$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|(ReLUSquared|XIELU)Activation$|Rotary|Rope"
-    r"|Top[kK]Router$|ForgetGate$|MoeStatics$|(Decoder|Encoder|Transformer|Attention)(Text)?Layer$"
+    r"|Top[kK]Router$|ForgetGate$|ShortConv$|MoeStatics$|(Decoder|Encoder|Transformer|Attention)(Text)?Layer$"
 )
 FUNCTIONS = re.compile(
     r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
@@ -80,6 +81,7 @@ FUNCTIONS = re.compile(
 )
 TABLES = re.compile(r"Rotary|Rope")
 LAYERS = re.compile(r"Layer$")
+CONVOLUTIONS = re.compile(r"ShortConv$")
 ROPE_CONFIG = types.SimpleNamespace(
     rope_parameters={"rope_type": "default", "mrope_section": [3, 3, 2]}, head_dim=16, rope_scaling=None
 )
@@ -121,6 +123,7 @@ REVIEWED |= {f"{name}RMSNormGated" for name in ("FalconH1", "Qwen3Next", "Qwen3_
 REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
 REVIEWED |= {f"{name}TopKRouter" for name in ("Beam", "Ernie4_5_Moe", "Flint", "Olmoe", "Qwen2Moe")}
 REVIEWED |= {f"{name}DecoderLayer" for name in ("Phi3", "Qwen3MoeText", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
+REVIEWED |= {f"Lfm{name}{part}" for name in ("2", "2Moe", "3") for part in ("DecoderLayer", "ShortConv")}
 REVIEWED |= {"DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "BailingHybridForgetGate", "Glm5NextTextForgetGate"}
 ANNOTATIONS = __future__.annotations.compiler_flag  # which are not evaluated: they name what is not there
 BUILTINS = {"staticmethod", "classmethod", "property"}
@@ -238,6 +241,8 @@ def part_of(original, file):
         return _in_every_branch(ROUTERS, _same_router, of_branches(original, ROUTER_CONFIG, ROUTER_BRANCHES))
     if GATE.search(original.__name__):
         return _in_every_branch(GATES, same_gate, of_branches(original, GATE_CONFIG, GATE_BRANCHES))
+    if CONVOLUTIONS.search(original.__name__):
+        return "gated_convolution" if _same_convolution(original) else None
     if LAYERS.search(original.__name__):
         return next((name for name, steps in STEPS.items() if _same_layer(original, steps)), None)
     if (module := made(original)) is None:
@@ -282,6 +287,7 @@ def _same_layer(cls, steps):
             nn.Module.__init__(module)
             module.train(training)
             vars(module).update({"layer_type": kind, "block_type": kind} if kind else {})
+            module.is_attention_layer = kind != "linear_attention"
             if steps.scale:
                 setattr(module, steps.scale, 0.37)
             linear = kind == "linear_attention"
@@ -302,6 +308,25 @@ def _same_layer(cls, steps):
             return False
         ran.add(kind)
     return len(ran) == len(kinds)
+
+
+@torch.no_grad()
+def _same_convolution(cls):
+    """Whether the forward of gated short convolutions computes what that of a class does without a cache."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    try:
+        ours = _convolving(cls.forward)
+        for bias, given, dtype in itertools.product((True, False), (None, mask), (torch.float32, torch.bfloat16)):
+            config = types.SimpleNamespace(hidden_size=WIDTH, conv_L_cache=3, conv_bias=bias, layer_types=["conv"])
+            module, x = cls(config, 0).to(dtype), torch.randn(2, 5, WIDTH, generator=generator).to(dtype)
+            a, b = (forward(module, x, None, given) for forward in (ours, cls.forward))
+            tolerance = 2.0**-16 if dtype == torch.float32 else 2.0**-7
+            if a.dtype != b.dtype or not numeric._close(a.float(), b.float(), tolerance):
+                return False
+    except (RuntimeError, TypeError, AttributeError, KeyError):
+        return False
+    return True
 
 
 def _is_same(a, b):

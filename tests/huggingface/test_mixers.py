@@ -24,6 +24,7 @@ from tiny import randomised
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CALLED = parse(transformers.__version__) >= parse("5.15")  # by mixers, as functions of their modeling module
+GATED = parse(transformers.__version__) >= parse("5.16")  # convolutions whose gates are part of them
 TYPES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "kimi_linear", "bailing_hybrid"),
     *("nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2", "mamba2"),
@@ -106,6 +107,9 @@ def called(model):
     if CALLED or model.config.model_type != "olmo_hybrid":  # whose convolutions are modules before
         found.add(("causal_conv1d_fn", "liger_causal_conv1d_fn", convolutions(model)))
     nets = sum("GatedDeltaNet" in type(module).__name__ for module in model.modules())
+    if model.config.model_type in CONVOLUTIONAL and GATED:
+        name = next(original_class(m).__name__ for m in model.modules() if hasattr(m, "conv") and hasattr(m, "in_proj"))
+        found.add((name, "gates and convolution", convolutions(model)))
     if nets:
         name = "torch_chunk_gated_delta_rule" if CALLED else "chunk_gated_delta_rule"
         found.add((name, "liger_chunk_gated_delta_rule", nets))
@@ -122,7 +126,9 @@ def called(model):
 
 def times(model):
     """How many operators a forward of a patched model calls that documents reach."""
-    return sum(count for name, _, count in called(model) if "split" not in name and not name.endswith("Gate"))
+    return sum(
+        count for name, _, count in called(model) if "split" not in name and not name.endswith(("Gate", "ShortConv"))
+    )
 
 
 # Gates: their gradient is a sum over the tokens that follow in a chunk, here up to 14, of differences that cancel.
@@ -244,13 +250,14 @@ def test_class(kind, calls):
     """Models that are made after the patch call ours; undo gives the modeling module its functions back."""
     home = home_of(made(kind))
     names = [name for name, *_ in called(made(kind))]
-    before, report = [getattr(home, name) for name in names], patch(kind)
+    of_home = lambda: [getattr(found := getattr(home, name), "forward", found) for name in names]
+    before, report = of_home(), patch(kind)
     model = made(kind)
-    assert not any(getattr(home, name) is function for name, function in zip(names, before))
+    assert not any(new is old for new, old in zip(of_home(), before))
     run(model, **batch())
     assert len(calls) == times(model)
     report.undo()
-    assert all(getattr(home, name) is function for name, function in zip(names, before))
+    assert of_home() == before
     assert_same_step(model, made(kind), **batch())
 
 

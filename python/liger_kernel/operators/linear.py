@@ -108,7 +108,7 @@ def read_in(module: Any) -> int:
     """The number of the format of eight bits in which the first layers of attention, or of a gated MLP, read their
     input; −1 where they do not, or where a hook may see that input first."""
     modules = module._modules
-    layer = modules.get("q_proj") or modules.get("gate_proj")
+    layer = modules.get("q_proj") or modules.get("gate_proj") or modules.get("w1")
     if layer is None:
         return -1
     base = layer._modules.get("base_layer", layer)
@@ -140,15 +140,15 @@ def qkv(x: Tensor, *modules: nn.Module) -> Any:
 
 def gated_mlp(
     mlp: Any, x: Tensor, activation: int, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, chunk: int = 0,
-    recompute: bool = False,
+    recompute: bool = False, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Tensor | None:  # fmt: skip
-    """down_multiplier · down_proj(act(gate_multiplier · gate_proj(x)) · up_proj(x)), `chunk` tokens at a time, or all
-    for 0; backward keeps gate and up but not their product, and with `recompute` neither. None where the modules must
-    be called. Adapters on the projections are part of it."""
+    """down_multiplier · down_proj(act(gate_multiplier · gate_proj(x)) · up_proj(x)), of the layers with these names,
+    `chunk` tokens at a time, or all for 0; backward keeps gate and up but not their product, and with `recompute`
+    neither. None where the modules must be called. Adapters on the projections are part of it."""
     if not kernels_cover(x, GATED_KERNELS):
         return None
     modules = mlp._modules
-    layers = _three(x, (modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")))
+    layers = _three(x, map(modules.get, names))
     if layers is None:
         return None
     if not (recompute or _are_adapted(layers) or is_recorded(x) and getattr(mlp, "liger_whole", True)):

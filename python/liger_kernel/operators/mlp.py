@@ -137,7 +137,11 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
-    """An expert: w2(silu(w1(x)) · w3(x)). Raises ValueError where config.hidden_act is not silu."""
+    """w2(silu(w1(x)) · w3(x)), an expert or the MLP of a layer. Raises ValueError where config.hidden_act is not
+    silu."""
+
+    liger_whole = True  # as in GatedMLP
+    liger_operator = "gated_mlp"
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -148,7 +152,8 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
+        y = gated_mlp(self, x, SILU, names=("w1", "w3", "w2"))
+        return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x))) if y is None else y
 
 
 def _after_product(mlp, name, y, *clamps, activation=SILU):

@@ -24,6 +24,7 @@ from liger_kernel.operators.eight_bit_experts import in_eight_bits
 from liger_kernel.operators.experts import is_whole, reason_to_keep
 from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
 from liger_kernel.operators.mlp import (
+    LigerBlockSparseTop2MLP,
     LigerClampedSwishMLP,
     LigerGEGLUMLP,
     LigerGraniteSwiGLUMLP,
@@ -203,6 +204,7 @@ _GATED_MLPS: dict[Any, tuple[str, ...]] = {
     LigerSwiGLUMLP.forward: _PROJECTIONS,
     LigerMLP.forward: _PROJECTIONS,
     LigerGEGLUMLP.forward: _PROJECTIONS,
+    LigerBlockSparseTop2MLP.forward: ("w1", "w3", "w2"),
     LigerPhi3SwiGLUMLP.forward: ("down_proj",),
     LigerGraniteSwiGLUMLP.forward: ("output_linear",),
     LigerModernBertMLP.forward: ("Wo",),

@@ -107,6 +107,11 @@ FORMULAS = {
     "feed_forward_decoder_layer": Formula(),
     "hybrid_decoder_layer": Formula(),
     "early_hybrid_decoder_layer": Formula(),
+    "convolution_decoder_layer": Formula(),
+    "early_convolution_decoder_layer": Formula(),
+    "sandwich_convolution_decoder_layer": Formula(),
+    # two gates around a short convolution: mixers.py has its steps
+    "gated_convolution": Formula(),
     "load_balancing_loss": Formula(("router.liger_load_balancing_loss_func",)),
     "causal_conv1d": Formula((f"{_MIXER}.liger_causal_conv1d_fn",), "LigerCausalConv1d"),
     "chunk_gated_delta_rule": Formula((f"{_MIXER}.liger_chunk_gated_delta_rule",), "LigerChunkGatedDeltaRule"),
@@ -211,7 +216,7 @@ def _fingerprint(function, owner):
                 called = getattr(owner, name, None)
             elif tokens[i - 1] != ".":
                 called = function.__globals__.get(name)
-            if inspect.isfunction(called) and called.__module__ == function.__module__:
+            if inspect.isfunction(called) and (called := as_written(called)).__module__ == function.__module__:
                 waiting.append(inspect.unwrap(called))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 

@@ -13,7 +13,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from liger_kernel.operators.linear import qkv, read_in
 from liger_kernel.operators.residual import add_and_normalise, is_rms_norm, normalise
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching.formulas import formula_name
+from liger_kernel.transformers.patching.mixer_functions import STARTS
 from liger_kernel.transformers.patching.place import NewForward
 from liger_kernel.transformers.patching.report import Report
 
@@ -125,7 +126,7 @@ def projecting(original: Callable[..., Any]) -> Callable[..., Any]:
 class Steps:
     """The names of a decoder layer's submodules, in the order in which they run, and of what else it reads.
 
-    `after_mixer` and `after_mlp` are norms or dropouts of what is then added; `scale` is a factor of it.
+    `after_mixer` and `after_mlp` are norms or dropouts of what is then added, or nothing; `scale` is a factor of it.
     """
 
     norm: str = "input_layernorm"
@@ -135,12 +136,17 @@ class Steps:
     mlp: str = "mlp"
     after_mlp: str | None = None
     scale: str | None = None
-    #: A mixer that a layer may have instead, and its only arguments; all that `linear_arguments` makes if None.
+    #: A mixer that a layer may have instead, its name of the cache, and its only arguments; all that the layer has but
+    #: those of rotary attention if None.
     linear: str | None = None
+    linear_cache: str = "cache_params"
     linear_only: tuple[str, ...] | None = None
 
 
 _NEXT = "post_feedforward_layernorm"
+_CONVOLVES = Steps(
+    norm="operator_norm", second_norm="ffn_norm", mlp="feed_forward", linear="conv", linear_cache="past_key_values"
+)
 #: The part of a decoder layer (formulas.py) -> its steps.
 STEPS = {
     "decoder_layer": Steps(),
@@ -155,16 +161,26 @@ STEPS = {
     "early_hybrid_decoder_layer": Steps(
         linear="linear_attn", linear_only=("cache_params", "cache_position", "attention_mask")
     ),
+    "convolution_decoder_layer": _CONVOLVES,
+    "early_convolution_decoder_layer": replace(
+        _CONVOLVES, linear_only=("past_key_values", "attention_mask", "seq_idx")
+    ),
+    "sandwich_convolution_decoder_layer": replace(
+        _CONVOLVES, after_mixer="post_operator_norm", after_mlp="post_ffn_norm"
+    ),
 }
 
 
-def linear_arguments(kwargs: dict[str, Any], only: tuple[str, ...] | None) -> dict[str, Any]:
-    """The arguments of linear attention, of those of a hybrid decoder layer: all but those of rotary attention, or
-    `only` these."""
+def linear_arguments(kwargs: dict[str, Any], steps: Steps) -> dict[str, Any]:
+    """The arguments of the other mixer of a hybrid decoder layer, of those of the layer."""
     given = {name: value for name, value in kwargs.items() if name not in ("position_embeddings", "position_ids")}
     if "past_key_values" in given:
-        given["cache_params"] = given.pop("past_key_values")
-    return given if only is None else {name: value for name, value in given.items() if name in only}
+        given[steps.linear_cache] = given.pop("past_key_values")
+    if steps.linear_only is None:
+        return given
+    if given.get("seq_idx") is None:  # where documents begin tells them apart, as their numbers do
+        given["seq_idx"] = given.get(STARTS)
+    return {name: given.get(name) for name in steps.linear_only}
 
 
 def adding(original: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
@@ -179,7 +195,7 @@ def adding(original: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
         scale = None if steps.scale is None else getattr(self, steps.scale)
         if steps.linear is not None and steps.linear in modules:
             normalised = modules[steps.norm](hidden_states)
-            added = modules[steps.linear](hidden_states=normalised, **linear_arguments(kwargs, steps.linear_only))
+            added = modules[steps.linear](hidden_states=normalised, **linear_arguments(kwargs, steps))
         else:
             mixer = modules[steps.mixer]
             normalised = normalise(modules[steps.norm], hidden_states, read_in(mixer))

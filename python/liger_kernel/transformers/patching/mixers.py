@@ -27,7 +27,7 @@ from transformers.activations import ACT2FN
 from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.operators.documents import document_starts
 from liger_kernel.transformers.causal_lm import names_in, original_forward
-from liger_kernel.transformers.patching.formulas import as_written
+from liger_kernel.transformers.patching.formulas import as_written, formula_name
 from liger_kernel.transformers.patching.masks import SEARCHING
 from liger_kernel.transformers.patching.mixer_functions import (
     STARTS,
@@ -185,8 +185,52 @@ def hand_documents_on(owners: Iterable[Any], report: Report) -> None:
     report.give_forwards(owners, handing_on, "mixers", by)
 
 
+#: What a forward computes at once, for reports.
+CONVOLVES = "gates and convolution"
+
+
+@functools.cache
+def _convolving(original):
+    masked = inspect.unwrap(original).__globals__["apply_mask_to_padding_states"]
+
+    @functools.wraps(original)
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+        conv = self.conv
+        if past_key_values is not None or getattr(conv, "_hf_hook", None) is not None:
+            return original(self, hidden_states, past_key_values, attention_mask, **kwargs)
+        before, after, x = self.in_proj(masked(hidden_states, attention_mask)).chunk(3, -1)
+        x, weight = (before * x).transpose(1, 2), conv.weight.squeeze(1)
+        y = liger_causal_conv1d_fn(x, weight, conv.bias, **kwargs)
+        if y is NotImplemented:
+            y = plain_causal_conv1d(x, weight, conv.bias)
+        return self.out_proj(after * y.transpose(1, 2))
+
+    vars(forward).update(liger_original=original, liger_fuses=CONVOLVES)
+    return forward
+
+
+def convolving_forward(cls: Any) -> Callable[..., Any] | None:
+    """The forward of a gated short convolution, out_proj(after · conv(before · x)) of [before, after, x] = in_proj(h),
+    in the layout of the projection, with neighbouring channels; None for a class that is none, or has it.
+
+    transformers takes the three of a view with neighbouring tokens: their gradients are written in that layout, and
+    copied to the other. With a cache the original runs.
+    """
+    if not issubclass(cls, nn.Module) or hasattr(cls.forward, "liger_fuses"):
+        return None
+    return _convolving(cls.forward) if formula_name(cls) == "gated_convolution" else None
+
+
+#: The part whose forward that is.
+convolving = NewForward(convolving_forward)
+
+
 def replace_rest(owners: Iterable[nn.Module | type], namespace: Any, report: Report) -> None:
     """What a patch does for mixers besides replacing functions of modeling modules."""
     hold(owners, namespace, report)
-    if any(entry.switch == "mixers" for entry in report.replaced):
+    replaced = {entry.name.partition(" ")[0] for entry in report.replaced if entry.switch == "mixers"}
+    if "causal_conv1d_fn" in replaced:
+        by = lambda forward: CONVOLVES if getattr(forward, "liger_fuses", None) == CONVOLVES else None
+        report.give_forwards(owners, convolving, "mixers", by)
+    if replaced:
         hand_documents_on(owners, report)
