@@ -13,7 +13,7 @@ from shrink import VOCABULARY, shrunk
 from tiny import randomised
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-CALLED = parse(transformers.__version__) >= parse("5.16")  # functions of their modeling module
+CALLED = parse(transformers.__version__) >= parse("5.16")  # 5.15 hides the forward in a decorator
 KINDS = [kind for kind in ("lfm2", "lfm2_moe", "lfm3") if CALLED and kind in CONFIG_MAPPING]
 
 

@@ -24,7 +24,7 @@ from tiny import randomised
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CALLED = parse(transformers.__version__) >= parse("5.15")  # by mixers, as functions of their modeling module
-GATED = parse(transformers.__version__) >= parse("5.16")  # convolutions whose gates are part of them
+GATED = parse(transformers.__version__) >= parse("5.16")  # 5.15 hides the forward of LFM's convolutions in a decorator
 TYPES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "kimi_linear", "bailing_hybrid"),
     *("nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2", "mamba2"),

@@ -138,9 +138,13 @@ def qkv(x: Tensor, *modules: nn.Module) -> Any:
     return ops.qkv(x, *q[:4], *k[:4], *v[:4], *scales)
 
 
+#: The names of a gated MLP's layers: gate, up, down.
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
 def gated_mlp(
     mlp: Any, x: Tensor, activation: int, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, chunk: int = 0,
-    recompute: bool = False, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    recompute: bool = False, names: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> Tensor | None:  # fmt: skip
     """down_multiplier · down_proj(act(gate_multiplier · gate_proj(x)) · up_proj(x)), of the layers with these names,
     `chunk` tokens at a time, or all for 0; backward keeps gate and up but not their product, and with `recompute`

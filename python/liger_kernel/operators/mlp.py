@@ -136,6 +136,10 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
         super().__init__(config, config.intermediate_size * (2 if twice else 1))
 
 
+#: The names that others give to gate, up and down.
+TOP2 = ("w1", "w3", "w2")
+
+
 class LigerBlockSparseTop2MLP(nn.Module):
     """w2(silu(w1(x)) · w3(x)), an expert or the MLP of a layer. Raises ValueError where config.hidden_act is not
     silu."""
@@ -152,7 +156,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = gated_mlp(self, x, SILU, names=("w1", "w3", "w2"))
+        y = gated_mlp(self, x, SILU, names=TOP2)
         return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x))) if y is None else y
 
 

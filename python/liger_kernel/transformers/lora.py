@@ -22,8 +22,9 @@ from liger_kernel.operators.coverage import DENSE, is_bare, kernels_cover
 from liger_kernel.operators.eight_bit import LigerLinear8bit
 from liger_kernel.operators.eight_bit_experts import in_eight_bits
 from liger_kernel.operators.experts import is_whole, reason_to_keep
-from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
+from liger_kernel.operators.linear import GATE_UP_DOWN, Layer, is_autocast, layer_of, linear, tensor_of
 from liger_kernel.operators.mlp import (
+    TOP2,
     LigerBlockSparseTop2MLP,
     LigerClampedSwishMLP,
     LigerGEGLUMLP,
@@ -198,13 +199,12 @@ class ParamWrapper:
         return self.get_delta_factors(active[0])
 
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 #: The forwards of gated MLPs, and the layers whose adapters are part of their operator.
 _GATED_MLPS: dict[Any, tuple[str, ...]] = {
-    LigerSwiGLUMLP.forward: _PROJECTIONS,
-    LigerMLP.forward: _PROJECTIONS,
-    LigerGEGLUMLP.forward: _PROJECTIONS,
-    LigerBlockSparseTop2MLP.forward: ("w1", "w3", "w2"),
+    LigerSwiGLUMLP.forward: GATE_UP_DOWN,
+    LigerMLP.forward: GATE_UP_DOWN,
+    LigerGEGLUMLP.forward: GATE_UP_DOWN,
+    LigerBlockSparseTop2MLP.forward: TOP2,
     LigerPhi3SwiGLUMLP.forward: ("down_proj",),
     LigerGraniteSwiGLUMLP.forward: ("output_linear",),
     LigerModernBertMLP.forward: ("Wo",),
