@@ -9,24 +9,24 @@ from liger_kernel.transformers.functional import liger_mamba2_scan
 
 
 def make(shape, options):
-    """x, dt, A, B, C, dt_bias and where documents begin. A and dt_bias are as models begin with them."""
+    """x, dt, A, B, C, dt_bias, where documents begin and D. A, dt_bias and D are as models begin with them."""
     rows, tokens, groups, group, N, P = shape
     heads = groups * group
     x, dt = torch.randn(rows, tokens, heads, P), torch.randn(rows, tokens, heads)
     B, C = torch.randn(rows, tokens, groups, N), torch.randn(rows, tokens, groups, N)
     documents = options.get("documents")
     starts = None if documents is None else document_starts(rows, tokens, documents)
-    return x, dt, -torch.arange(1, heads + 1).float(), B, C, torch.full((heads,), -4.0), starts
+    return x, dt, -torch.arange(1, heads + 1).float(), B, C, torch.full((heads,), -4.0), starts, torch.ones(heads)
 
 
-def scan(x, dt, A, B, C, dt_bias, starts, **_):
-    return liger_mamba2_scan(x, dt, A, B, C, dt_bias=dt_bias, starts=starts)[0]
+def scan(x, dt, A, B, C, dt_bias, starts, D, **_):
+    return liger_mamba2_scan(x, dt, A, B, C, D, dt_bias=dt_bias, starts=starts)[0]
 
 
-def chunks(x, dt, A, B, C, dt_bias, starts, **_):
+def chunks(x, dt, A, B, C, dt_bias, starts, D, **_):
     """In chunks of 64 tokens, as transformers' own."""
     dt = torch.nn.functional.softplus(dt.float() + dt_bias)
-    return reference(C * C.shape[-1] ** 0.5, B, x, dt * A, dt, None, starts, eps=None, delta=False)
+    return reference(C * C.shape[-1] ** 0.5, B, x, dt * A, dt, None, starts, D, eps=None, delta=False)
 
 
 SCANS = {
@@ -36,7 +36,7 @@ SCANS = {
         chunks,
         make,
         shapes=[(1, 70, 2, 2, 16, 16), (2, 5, 1, 2, 16, 8)],
-        differentiable=(0, 1, 2, 3, 4, 5),
+        differentiable=(0, 1, 2, 3, 4, 5, 7),
         keep=(2, 5),
         # Nemotron-H 8B, and Granite 4 tiny's heads of 64 with one group.
         bench=[

@@ -200,10 +200,10 @@ def mamba_scan(folder):
 
 
 def mamba2_scan(scan, tensors, options):
-    x, dt, A, B, C, dt_bias, starts = tensors
+    x, dt, A, B, C, dt_bias, starts, D = tensors
     chunk = 128  # of Nemotron-H's configuration
     return scan(
-        x, dt, A, B, C, chunk, dt_bias=dt_bias, dt_softplus=True, seq_idx=None if starts is None else starts.int()
+        x, dt, A, B, C, chunk, D, dt_bias=dt_bias, dt_softplus=True, seq_idx=None if starts is None else starts.int()
     )
 
 

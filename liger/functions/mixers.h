@@ -47,11 +47,14 @@ at::Tensor channel_gates(const at::Tensor& a, const at::Tensor& A_log, const std
 /// Head h reads key head h / (heads / key_heads). x̂ = x / √(Σ x² + eps), or x where eps < 0; scale is 1/√K
 /// unless given. Without `delta` the second line is that of gated linear attention:
 ///   S ← S + k̂ (beta v)ᵀ
+/// where skip [heads], of any floating dtype, may add a skip connection:
+///   o  = scale Sᵀ q̂ + skip v
 /// of which Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) is the case
 ///   q    = C
 ///   k    = B
 ///   beta = dt
 ///   g    = dt A
+///   skip = D
 /// state [documents, heads, K, V] in float is what each document begins with, 0 where it is missing; with final_state
 /// the second result is what it ends with. starts [rows, tokens] says for each token where, in its row, its document
 /// begins; without it a row is one document. A document's results are, bit for bit, those that it has alone.
@@ -60,6 +63,7 @@ std::tuple<at::Tensor, at::Tensor> gated_delta_rule(const at::Tensor& q, const a
                                                     const std::optional<at::Tensor>& state = {},
                                                     const std::optional<at::Tensor>& starts = {},
                                                     std::optional<double> scale = {}, double eps = 1e-6,
-                                                    bool delta = true, bool final_state = false);
+                                                    bool delta = true, bool final_state = false,
+                                                    const std::optional<at::Tensor>& skip = {});
 
 }  // namespace liger

@@ -264,8 +264,7 @@ struct Mamba2Options {
 ///   dt      = softplus(d + dt_bias)
 ///   S       = e^(-exp(A_log) dt) S + dt B vᵀ
 ///   y       = out_proj(norm((Sᵀ C + D v) silu(z)))
-/// with S [state_size, head_dim] for each head and token, and a norm of each group of columns. What comes after the
-/// convolution is float until the norm's result.
+/// with S [state_size, head_dim] for each head and token, and a norm of each group of columns.
 struct Mamba2Impl : torch::nn::Cloneable<Mamba2Impl> {
   explicit Mamba2Impl(Mamba2Options o) : options(std::move(o)) { reset(); }
 
@@ -311,12 +310,9 @@ struct Mamba2Impl : torch::nn::Cloneable<Mamba2Impl> {
     const auto [y, last] =
         gated_delta_rule(part(inner + of_groups, o.groups(), o.state_size()), part(inner, o.groups(), o.state_size()),
                          v, g, dt, state ? given(state->recurrent) : std::nullopt, given(starts), /*scale=*/1,
-                         /*eps=*/-1, /*delta=*/false, /*final_state=*/state != nullptr);
+                         /*eps=*/-1, /*delta=*/false, /*final_state=*/state != nullptr, D);
     if (state) state->recurrent = last;
-    const at::Tensor added = y.to(at::kFloat) + D.to(at::kFloat).unsqueeze(-1) * v.to(at::kFloat);
-    const at::Tensor normed = gated_rms_norm(added.flatten(-2), projected[0].to(at::kFloat),
-                                             norm->weight.to(at::kFloat), norm->options.eps(), norm->options.norm());
-    return out_proj(normed.to(x.scalar_type()));
+    return out_proj(norm(y.flatten(-2), projected[0]));
   }
 
   void pretty_print(std::ostream& to) const override {

@@ -10,7 +10,7 @@ from cases.gated_delta_rule import make as make_with_gates_of_heads
 
 def make(shape, options):
     """As of gated_delta_rule. A gate of some is 0; with `shut` one is -inf, and so are all of a token."""
-    q, k, v, g, beta, state, starts = make_with_gates_of_heads(shape, options)
+    q, k, v, g, beta, state, starts, _ = make_with_gates_of_heads(shape, options)
     rows, tokens, key_heads, group, K, V = shape
     g = -options.get("decay", 0.1) * torch.rand(rows, tokens, key_heads * group, K)
     if options.get("mixed"):  # from hardly any to all, beside each other
@@ -19,10 +19,10 @@ def make(shape, options):
     if options.get("shut"):
         g[:, 1::7, :, 1::2] = -torch.inf
         g[:, 4::9] = -torch.inf
-    return q, k, v, g, beta, state, starts
+    return q, k, v, g, beta, state, starts, None
 
 
-def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
+def reference(q, k, v, g, beta, state, starts, _skip=None, eps=1e-6, delta=True, **_):
     """In float64 token by token, as Hugging Face's recurrent_kimi_delta_attention; else in chunks of 64 tokens, as its
     chunk_kimi_delta_attention, whose errors are what one may make."""
     dtype, of_dtype = torch.promote_types(v.dtype, torch.float32), v.dtype

@@ -25,7 +25,8 @@ def make(shape, options):
     if options.get("with_state"):
         count = rows if starts is None else int(begins(starts).sum())
         state = torch.randn(count, heads, K, V)
-    return q, k, v, g, beta, state, starts
+    skip = torch.randn(heads) if options.get("with_skip") and not options.get("delta", True) else None
+    return q, k, v, g, beta, state, starts, skip
 
 
 def begins(starts):
@@ -35,13 +36,13 @@ def begins(starts):
     return first | (starts < 0) | (starts == torch.arange(starts.shape[1], device=starts.device)) | after_none
 
 
-def op(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
-    more = dict(starts=starts, eps=eps, delta=delta, final_state=state is not None)
+def op(q, k, v, g, beta, state, starts, skip=None, eps=1e-6, delta=True, **_):
+    more = dict(starts=starts, eps=eps, delta=delta, final_state=state is not None, skip=skip)
     o, last = liger_gated_delta_rule(q, k, v, g, beta, state, **more)
     return o if last is None else (o, last)
 
 
-def by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype):
+def by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype, skip=None):
     """The results, in `of_dtype`, and the states of `along`, which runs over one document: it gives (o, S) of q, k, v,
     g and beta [heads, tokens, ...] and of the state before them."""
     rows, tokens, heads, V = v.shape
@@ -61,11 +62,14 @@ def by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype):
             of_row.append(o)
             lasts.append(S)
         outs.append(torch.cat(of_row, 1))
-    o = torch.stack(outs).transpose(1, 2).to(of_dtype)
+    o = torch.stack(outs).transpose(1, 2)
+    if skip is not None:
+        o = o + skip[:, None] * v.transpose(1, 2)
+    o = o.to(of_dtype)
     return o if state is None else (o, torch.stack(lasts[: len(state)]).to(state.dtype))
 
 
-def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
+def reference(q, k, v, g, beta, state, starts, skip=None, eps=1e-6, delta=True, **_):
     """In float64 token by token, as Hugging Face's torch_recurrent_gated_delta_rule; else in chunks of 64 tokens, as
     its torch_chunk_gated_delta_rule, whose errors are what one may make."""
     dtype, of_dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
@@ -73,7 +77,8 @@ def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
     if eps is not None:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) for x in (q, k))
     along = _recurrence if dtype == torch.float64 else _chunks
-    return by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype)
+    skip = None if skip is None else skip.to(dtype)
+    return by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype, skip)
 
 
 def _recurrence(q, k, v, g, beta, S, delta):
@@ -104,9 +109,13 @@ def _chunks(q, k, v, g, beta, S, delta, size=64):
 
 def schema(inputs, options):
     eps = options.get("eps", 1e-6)
-    K, with_state = inputs[0].shape[-1], inputs[5] is not None
+    *of_tokens, state, starts, skip = inputs
+    K, with_state = inputs[0].shape[-1], state is not None
     return ops.gated_delta_rule, (
-        *inputs,
+        *of_tokens,
+        state,
+        skip,
+        starts,
         K**-0.5,
         -1.0 if eps is None else eps,
         options.get("delta", True),
@@ -118,7 +127,7 @@ def rivals_of(*functions):
     """What runs on a GPU from these packages: module, name."""
 
     def rivals(inputs, options):
-        q, k, v, g, beta, state, starts = inputs
+        q, k, v, g, beta, state, starts, _ = inputs
         if not q.is_cuda or q.dtype == torch.float32 or state is not None or (starts is not None and len(q) > 1):
             return {}
         found = {}
@@ -159,6 +168,9 @@ def errors():
         call("state must be", state=torch.zeros(2, 2, 8, 5)),
         call("starts must be", starts=torch.zeros(2, 4, dtype=torch.int32)),
         call("number of documents", starts=torch.zeros(2, 5, dtype=torch.int32), final_state=True),
+        call("skip must be", delta=False, skip=torch.zeros(3)),
+        call("skip is for linear attention", skip=torch.zeros(2)),
+        call("skip is for linear attention", delta=False, skip=torch.zeros(2), g=-torch.rand(2, 5, 2, 8)),
         call("batch of 1", ValueError, cu_seqlens=torch.tensor([0, 5])),
     ]
 
@@ -179,7 +191,7 @@ CASES = [
         reference=reference,
         make=make,
         schema=schema,
-        differentiable=(0, 1, 2, 3, 4, 5),
+        differentiable=(0, 1, 2, 3, 4, 5, 7),
         keep=(3, 5),
         draw=lambda pick: dict(
             decay=pick.choice((0.01, 0.1, 1.0, 20.0)),
@@ -189,6 +201,7 @@ CASES = [
             with_state=pick.random() < 0.5,
             eps=pick.choice((1e-6, 1e-6, None)),
             delta=pick.random() < 0.7,
+            with_skip=pick.random() < 0.5,
         ),
         fit=lambda shape: (
             1 + shape[0] % 2,
@@ -208,6 +221,7 @@ CASES = [
             dict(documents="gaps", eps=None),
             dict(with_state=True, decay=1.0),
             dict(with_state=True, documents=5, delta=False, eps=None),
+            dict(documents="grow", delta=False, eps=None, with_skip=True),
         ],
         emulated=60_000,
         scales=(1, 1, 1, 1e-3),

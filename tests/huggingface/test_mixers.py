@@ -434,19 +434,20 @@ def scanned(scan, tensors, A, D, bias, **more):
 
 @pytest.mark.parametrize("kind", SCANS)
 def test_scan_in_16_bits(kind):
-    """Mamba-2's scan and its gradients are as exact as transformers', to a tenth; the exact one is transformers' in
-    float32, whose error is 2^-16 of those."""
+    """Mamba-2's scan and its gradients are as exact as transformers', to a tenth, although y is rounded to the dtype of
+    x; the exact one is transformers' in float32, whose error is 2^-16 of those."""
     plain = inspect.unwrap(as_written(home_of(made(kind)).mamba2_chunk_scan))
     tensors, *of_heads = scan_inputs(torch.bfloat16, tokens=200)
 
     def results(scan, dtype=None):
         given = [t.to(dtype).requires_grad_() for t in tensors]
         y, last = scanned(scan, given, *(t if dtype is None else t.to(dtype) for t in of_heads))
-        assert y.dtype == last.dtype == torch.float32
-        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        assert last.dtype is torch.float32
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
         return [y, last, *(t.grad for t in given)]
 
     every = results(plain, torch.float32), results(plain), results(mixer_functions.liger_mamba2_chunk_scan)
+    assert every[2][0].dtype is torch.bfloat16
     for expected, theirs, own in zip(*every, strict=True):
         assert (own - expected).norm() <= 1.1 * (theirs - expected).norm()
 

@@ -50,7 +50,7 @@ LIGER_REGISTER(channel_delta_rule_backward, [](const GatedDeltaRuleBackward& a, 
     using G = ChannelGradient<Kd>;
     const int stages = G::bytes(2) <= shared_bytes_of_block() ? 2 : 1;
     launch(channel_gradient_kernel<Kd>, {chunk_blocks(plan, a.key_heads), dim3(G::kThreads), G::bytes(stages)}, s,
-           GradientArgs{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, stages});
+           GradientArgs{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, nullptr, a.dfinal != nullptr, stages});
   });
 });
 

@@ -116,6 +116,7 @@ class Head {
       for (int64_t i = 0; i < rows_.n; ++i) {
         float* row = of_state_[kChunk + i];
         for (int64_t j = 0; j <= i; ++j) add_scaled(V_, a_.scale * gates_.p[i][j] * beta[j], d_rows_[j], row);
+        if (a_.skip) add_scaled(V_, skip(), d_rows_[i], row);
         T* to = o + rows_.at(i) * a_.V;
         for_each(a_.V, [&](int64_t c, int64_t n) { write(Vec::loadu(row + c), to + c, n); });
       }
@@ -186,8 +187,19 @@ class Head {
         add_scaled(K_, 1.f, by_state[i], dq[rows_.first - rows_.d.begin + i]);
         add_scaled(K_, 1.f, of_d[i], dk[rows_.first - rows_.d.begin + i]);
         b.dbeta[rows_.at(i)] = dbeta[i];
-        T* dv = static_cast<T*>(b.dv) + rows_.at(i) * a_.V;
-        for_each(a_.V, [&](int64_t col, int64_t n) { write(Vec(beta[i]) * Vec::loadu(r[i] + col), dv + col, n); });
+        const int64_t at = rows_.at(i) * a_.V;
+        T* dv = static_cast<T*>(b.dv) + at;
+        const T* o = static_cast<const T*>(b.dout) + at;  // its gradient, without the scale
+        LongSum of_skip;
+        for_each(a_.V, [&](int64_t col, int64_t n) {
+          Vec of_v = Vec(beta[i]) * Vec::loadu(r[i] + col);
+          if (a_.skip) {
+            const Vec of_o = read(o + col, n);
+            of_v = of_v + Vec(skip()) * of_o, of_skip.add(of_o * Vec::loadu(D + i * V_ + col), n);
+          }
+          write(of_v, dv + col, n);
+        });
+        if (a_.skip) b.dskip[rows_.at(i)] = float(of_skip.value());
       }
       // What decays before a document's first token is 0.
       gates_.write(rows_, c == 0 && !(a_.state && rows_.has_state()), b.dg);
@@ -239,6 +251,7 @@ class Head {
     return r;
   }
 
+  float skip() const { return a_.skip[rows_.head]; }
   int64_t state_at() const { return (rows_.d.index * a_.heads + rows_.head) * a_.K * a_.V; }
   void load(const float* from, Matrix& state) const {
     for (int64_t i = 0; i < a_.K; ++i) std::copy_n(from + i * a_.V, a_.V, state[i]);

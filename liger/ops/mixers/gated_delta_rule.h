@@ -10,8 +10,10 @@ namespace liger {
 ///   S  ← S + k̂ (β D)ᵀ
 ///   o  = s Sᵀ q̂
 /// where x̂ = x / √(Σ x² + eps) with the norm of q and k, and x without. Head h reads key head h / (heads / key_heads).
-/// Without `delta` it is gated linear attention, with D = v; U and Y are 0, as is what K and R make of S. Mamba-2 (Dao
-/// & Gu 2024, arXiv:2405.21060) is its case
+/// Without `delta` it is gated linear attention, with D = v; U and Y are 0, as is what K and R make of S. It may have a
+/// skip connection, a number of each head:
+///   o  = s Sᵀ q̂ + skip v
+/// Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) is its case
 ///   q = C
 ///   k = B
 ///   β = dt
@@ -43,6 +45,7 @@ struct GatedDeltaRule {
   const float *g, *beta;   // [rows, tokens, heads]; g of channel_ kernels [rows, tokens, heads, K]
   const int32_t* starts;   // [rows, tokens]: the first token, in its row, of each token's document; null: one per row
   const float* state;      // [documents, heads, K, V], what each begins with; null: 0
+  const float* skip;       // [heads], without delta and with gates of heads; null: 0
   int64_t rows, tokens, key_heads, heads, K, V;
   int64_t documents;  // that have a state; more of them begin with 0, and their last one is left out
   float scale, eps;   // eps < 0: q and k as they are
@@ -70,7 +73,9 @@ struct GatedDeltaRuleForward : GatedDeltaRule {
 ///   Z  = W ⊙ (Q̂ K̂ᵀ) + Y ⊙ (K̂ K̂ᵀ)
 ///   c_i = e^(G_C − G_i) β_i k̂_i·(D dS'ᵀ)_i
 /// and dG of the last token has Σ c + e^(G_C) ⟨S, dS'⟩ more; dg is the sum of dG from a token to the end of its chunk.
-/// dq and dk are sums over the heads of a key head, of which the norm's derivative is taken once.
+/// dq and dk are sums over the heads of a key head, of which the norm's derivative is taken once. A skip connection
+/// adds skip dO / s to dV, and its gradient is the sum over tokens of
+///   dskip = dO · v / s
 ///
 /// With a gate for each channel, W and Y are without E, which is of channels, and
 ///   dQ̂_id = Σ_j W_ij k̂_jd E_ijd + e^G (dO Sᵀ)
@@ -83,6 +88,7 @@ struct GatedDeltaRuleBackward : GatedDeltaRule {
   const float* dfinal;         // [documents, heads, K, V]; null: 0
   void *dq, *dk, *dv;          // [rows, tokens, heads of q, k or v, their width], contiguous, in dtype
   float *dg, *dbeta, *dstate;  // as g, beta and state; dstate is null where there is no state, or not wanted
+  float* dskip;                // [rows, tokens, heads]: each token's part; null where there is no skip
 };
 
 inline constinit Kernel<GatedDeltaRuleForward> gated_delta_rule_forward{"gated_delta_rule_forward"};

@@ -96,6 +96,17 @@ __device__ void multiply_triangle(Panel<C>& sums, const Left<kA> (&left)[C / 16]
     multiply<kAlongK, C / 8>(sums.of, left[k], tile, 16 * k, 0, kAlongK ? 2 * k : 0, kAlongK ? C / 8 : 2 * k + 2);
 }
 
+/// What a head's skip connection multiplies v by.
+__device__ float skip_of(const Plan& plan, int head) { return plan.a.skip ? plan.a.skip[head] : 0.f; }
+
+template <int C>
+__device__ void add_scaled(Panel<C>& to, float factor, const Panel<C>& what) {
+#pragma unroll
+  for (int e = 0; e < C / 8; ++e)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to.of[e][i] += factor * what.of[e][i];
+}
+
 template <int C>
 __device__ void subtract(Panel<C>& from, const Panel<C>& what) {
 #pragma unroll
@@ -195,6 +206,7 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
         static_cast<const T*>(plan.a.v) + chunk.row * plan.a.v_row + chunk.token * plan.a.v_token + head * plan.a.V;
     stage_of(c).load(plan, chunk, head, of, int(plan.a.v_token), block_col);
   };
+  const float skip = skip_of(plan, head);
   Panel<K> state;
   for (int loaded = c; c < end; ++c) {
     const Chunk chunk = chunk_at(plan, c);
@@ -238,10 +250,11 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
       write_terms<kMade>(d, plan.d + (head * kMade * plan.tokens + chunk.at(plan)) * plan.V + v, plan.V,
                          plan.tokens * plan.V, chunk.n);
     } else {
-      // O = s eᴳ Q S + P (β D)
+      // O = s eᴳ Q S + P (β D) + skip D
+      stage.scale(o, kToOut);
+      add_scaled(o, skip, d);
       stage.scale(d, kBeta);
       make_left(left, d);
-      stage.scale(o, kToOut);
       multiply_triangle<true>(o, left, stage.p);
       T* to = static_cast<T*>(args.out) + (chunk.at(plan) * plan.a.heads + head) * plan.a.V + v;
       write_transposed(o, to, heads * int(plan.a.V), chunk.n, int(plan.a.V) - v);
@@ -288,6 +301,7 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
     stage_of(c).load(plan, chunk, head, static_cast<const T*>(args.dout) + chunk.at(plan) * step + head * plan.a.V,
                      step, block_col);
   };
+  const float skip = skip_of(plan, head);
   Panel<K> dstate;
   for (int loaded = c; c >= begin; --c) {
     const Chunk chunk = chunk_at(plan, c);
@@ -330,6 +344,7 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
     write_terms<kMade>(r, plan.r + (head * kMade * plan.tokens + chunk.at(plan)) * plan.V + v, plan.V,
                        plan.tokens * plan.V, chunk.n);
     stage.scale(r, kBeta);
+    add_scaled(r, skip, dout);  // without delta nobody reads it below
     write_transposed(r, static_cast<T*>(args.out) + chunk.at(plan) * step + head * plan.a.V + v, step, chunk.n,
                      int(plan.a.V) - v);
     // dS = e^(G_C) dS' + (s rq eᴳ Q)ᵀ dO − (rk eᴳ K)ᵀ (β R)

@@ -175,7 +175,7 @@ LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, St
     }
     if (hopper && a.K == 128 && (a.V == 64 || a.V == 128)) {
       if constexpr (kForHopper<Kd> && Kd::K == 128) {
-        const GradientArgs args{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, 0};
+        const GradientArgs args{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dskip, a.dfinal != nullptr, 0};
         with_delta<Kd>(a, [&]<bool kDelta>() {
           if (a.V == 64) group_gradient<Kd, 64, kDelta>(args, s);
           else group_gradient<Kd, 128, kDelta>(args, s);
@@ -187,7 +187,7 @@ LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, St
       using G = Gradient<Kd, kRoom>;
       const int stages = G::bytes(2) <= shared_bytes_of_block() ? 2 : 1;
       launch(gradient_kernel<Kd, kRoom>, {chunk_blocks(plan, plan.a.key_heads), dim3(G::kThreads), G::bytes(stages)}, s,
-             GradientArgs{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, stages});
+             GradientArgs{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dskip, a.dfinal != nullptr, stages});
     };
     if (kMayBeWide<Kd> && Gradient<Kd, kMayBeWide<Kd>>::bytes(1) <= shared_bytes_of_block())
       gradients(std::bool_constant<kMayBeWide<Kd>>());

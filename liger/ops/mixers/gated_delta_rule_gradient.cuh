@@ -10,7 +10,7 @@ struct GradientArgs {
   Plan plan;
   const void* dout;
   void *dq, *dk;
-  float *dg, *dbeta;
+  float *dg, *dbeta, *dskip;
   bool after;  // whether final states have gradients
   int stages;
 };
@@ -121,7 +121,7 @@ template <class Kd, int kAcross, int kHeads = 1>
 struct GradientSums {
   static constexpr int C = Kd::C, kDown = C / 16;
   Decays<C> decays[kHeads];  // of heads that are loaded together
-  float dsum[C], dbeta[C], inner[kDown * kAcross], column_sums[kDown][C];
+  float dsum[C], dbeta[C], dskip[C], inner[kDown * kAcross], column_sums[kDown][C];
   float2 of_warps[2];  // of dsum, and of what decays to the chunk's end
   RowSums<C, kAcross> q, k, end, z;
 };
@@ -172,6 +172,7 @@ struct WarpGradient {
         for (int i = 0; i < 4; ++i) {
           const int q = row + lane / 4 + i / 2 * 8, k = col + 8 * e + lane % 4 * 2 + i % 2;
           const float beta = decays.beta[k];
+          if (q == k) sums.dskip[q] = w.of[e][i];
           if constexpr (kOfR) {
             const float decay = decays.between(q, k) * beta;
             if (q == k) sums.dbeta[q] = y.of[e][i];
@@ -273,6 +274,7 @@ struct WarpGradient {
       const bool nothing = i == 0 && chunk.begins && !(plan.a.state && chunk.document < plan.a.documents);
       args.dg[to] = nothing ? 0.f : sum;
       args.dbeta[to] = sums.dbeta[i];
+      if (args.dskip) args.dskip[to] = sums.dskip[i];
     }
   }
 
@@ -370,9 +372,9 @@ __device__ float inner_product(const Tile& s, const Tile& ds) {
   return product;
 }
 
-/// dQ, dK, dg and dβ of the chunks of a key head: one block for each chunk, and some warps for 16 of its tokens, each
-/// with a part of the columns; the heads of the key head one after the other. Slices of v come while the one before is
-/// used. The limit is latency: there are 8 or 16 warps on a multiprocessor.
+/// dQ, dK, dg, dβ and dskip of the chunks of a key head: one block for each chunk, and some warps for 16 of its tokens,
+/// each with a part of the columns; the heads of the key head one after the other. Slices of v come while the one before
+/// is used. The limit is latency: there are 8 or 16 warps on a multiprocessor.
 template <class Kd, bool kRoom>
 __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_kernel(GradientArgs args) {
   await_previous();

@@ -236,6 +236,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   constexpr bool kWritesD = kBackward && kDelta;  // without delta it is v
   using Out = Outgoing<Kd, kBackward, kWritesD, !kBackward>;
   const Out out(shared_memory<char>());
+  [[maybe_unused]] const float skip = skip_of(plan, head);
   Panel<K> state;
   each_chunk<GroupStage<Kd, kDelta, !kBackward>, false>(
       args, maps, place.slot, head, block_col, shared_memory<char>() + Out::kBytes,
@@ -289,8 +290,12 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
         }
         // The state after the chunk. Its sum over tokens is made apart, for the tensor core does not round to the
         // nearest.
+        if constexpr (!kBackward) {
+          stage.scale(o, kToOut);
+          if constexpr (!kDelta) add_scaled(o, skip, d);
+        }
         stage.scale(d, kBeta);
-        if constexpr (!kBackward) make_left(left, d), stage.scale(o, kToOut);
+        if constexpr (!kBackward) make_left(left, d);
         stage.scale(d, kToEnd);
         Left<kMade> of_end[C / 16];
         make_left(of_end, d);
@@ -310,7 +315,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
           for (int k = 0; k < C / 16; ++k) group_multiply<false, 64>(sums, of_end[k], stage.k, 16 * k, n);
           products_issued();
           if constexpr (!kBackward) {
-            // O = s eᴳ Q S + P (β D), beside the state.
+            // O = s eᴳ Q S + P (β D) + skip D, beside the state.
             if (n == 0) {
               hold(o.of);
               begin_products(left);
@@ -352,6 +357,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   const int block_col = place.col, v = place.v, head = place.head;
   using Out = Outgoing<Kd, true, kDelta, true>;  // without delta nobody reads R
   const Out out(shared_memory<char>());
+  [[maybe_unused]] const float skip = skip_of(plan, head);
   Panel<K> dstate;
   each_chunk<GroupStage<Kd, kDelta, true>, true>(
       args, maps, place.slot, head, block_col, shared_memory<char>() + Out::kBytes,
@@ -430,6 +436,10 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
             out.begin();
             if constexpr (kDelta) put_transposed(r, out.made, v - block_col);
             stage.scale(r, kBeta);
+            if constexpr (!kDelta) {
+              read_transposed<T>(x, stage.rows, v - block_col);  // dO as it came
+              add_scaled(r, skip, x);
+            }
             put_transposed(r, out.rows, v - block_col);
             out.send_rows(plan, maps, chunk, head, block_col, plan.r, args.out);
           }

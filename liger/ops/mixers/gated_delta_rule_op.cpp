@@ -9,10 +9,10 @@ struct GatedDeltaRule {
   static constexpr Name kName = "gated_delta_rule";
   struct Inputs {
     Tensor q, k, v, g, beta;
-    OptTensor state, starts;
+    OptTensor state, skip, starts;
     double scale, eps;
     bool delta, final_state;
-    LIGER_FIELDS(q, k, v, g, beta, state, starts, scale, eps, delta, final_state)
+    LIGER_FIELDS(q, k, v, g, beta, state, skip, starts, scale, eps, delta, final_state)
   };
   struct Results {
     Tensor o, last;
@@ -25,8 +25,8 @@ struct GatedDeltaRule {
   };
   template <class T>
   struct Gradients {
-    T dq, dk, dv, dg, dbeta, dstate;
-    LIGER_FIELDS(dq, dk, dv, dg, dbeta, dstate)
+    T dq, dk, dv, dg, dbeta, dstate, dskip;
+    LIGER_FIELDS(dq, dk, dv, dg, dbeta, dstate, dskip)
   };
 
   /// Whether there is a gate for each channel of k.
@@ -43,7 +43,10 @@ struct GatedDeltaRule {
     if (channels(in)) arguments.shaped("g", in.g, {rows, tokens, heads, in.q.sym_size(3)}, Type::Kernels);
     else arguments.shaped("g", in.g, {rows, tokens, heads}, Type::Float);
     arguments.shaped("beta", in.beta, {rows, tokens, heads}, Type::Kernels)
+        .shaped("skip", in.skip, {heads}, Type::Kernels)
         .shaped("starts", in.starts, {rows, tokens}, Type::Integer);
+    TORCH_CHECK(!in.skip || (!in.delta && !channels(in)), op,
+                ": skip is for linear attention, without delta and with one gate for each head");
     if (!in.state) {
       TORCH_CHECK(!(in.starts && in.final_state), op, ": the number of documents is that of `state`, which is missing");
       return arguments;
@@ -70,7 +73,7 @@ struct GatedDeltaRule {
 
   /// What both kernels take, and the tensors that keep it alive.
   struct Common {
-    Tensor q, k, v, g, beta, starts, state, workspace;
+    Tensor q, k, v, g, beta, starts, state, skip, workspace;
 
     explicit Common(const Inputs& in)
         : q(heads(in.q)),
@@ -79,7 +82,8 @@ struct GatedDeltaRule {
           g(in.g.to(at::kFloat).contiguous()),
           beta(in.beta.to(at::kFloat).contiguous()),
           starts(in.starts ? in.starts->to(at::kInt).contiguous() : Tensor()),
-          state(contiguous(in.state)) {}
+          state(contiguous(in.state)),
+          skip(in.skip ? in.skip->to(at::kFloat).contiguous() : Tensor()) {}
 
     template <class Args>
     Args describe(const Inputs& in) {
@@ -87,7 +91,7 @@ struct GatedDeltaRule {
       a.q = data(q), a.k = data(k), a.v = data(v), a.g = data<float>(g), a.beta = data<float>(beta);
       a.q_row = q.stride(0), a.q_token = q.stride(1), a.k_row = k.stride(0), a.k_token = k.stride(1);
       a.v_row = v.stride(0), a.v_token = v.stride(1);
-      a.starts = data<int32_t>(starts), a.state = data<float>(state);
+      a.starts = data<int32_t>(starts), a.state = data<float>(state), a.skip = data<float>(skip);
       a.rows = q.size(0), a.tokens = q.size(1), a.key_heads = q.size(2), a.heads = v.size(2);
       a.K = q.size(3), a.V = v.size(3), a.documents = state.defined() ? state.size(0) : a.rows;
       a.scale = float(in.scale), a.eps = float(in.eps), a.delta = in.delta, a.dtype = dtype_of(q);
@@ -132,10 +136,11 @@ struct GatedDeltaRule {
           {s.state ? s.state->sym_size(0) : s.q.sym_size(0), s.v.sym_size(2), s.q.sym_size(3), s.v.sym_size(3)},
           Type::Float);
     const auto like = [](const Tensor& t) { return output(at::empty_symint(t.sym_sizes(), t.options())); };
-    Gradients<Tensor> d{like(s.q), like(s.k), like(s.v), {}, {}, {}};
+    Gradients<Tensor> d{like(s.q), like(s.k), like(s.v), {}, {}, {}, {}};
     if (wanted.dstate && s.state) d.dstate = like(*s.state);
     if (s.q.is_meta() || s.v.numel() == 0) {
       d.dg = like(s.g), d.dbeta = like(s.beta);
+      d.dskip = zeros_if(wanted.dskip && s.skip, s.skip);
       if (d.dstate.defined() && !s.q.is_meta()) up.dlast ? void(d.dstate.copy_(*up.dlast)) : void(d.dstate.zero_());
       if (!s.q.is_meta()) d.dq.zero_(), d.dk.zero_();
       return d;
@@ -143,13 +148,15 @@ struct GatedDeltaRule {
     Common of(s);
     const Tensor dout = up.dout ? packed(*up.dout) : at::zeros_like(of.v, at::MemoryFormat::Contiguous),
                  dlast = up.dlast && s.final_state ? up.dlast->contiguous() : Tensor(), dg = at::empty_like(of.g),
-                 dbeta = at::empty_like(of.beta);
+                 dbeta = at::empty_like(of.beta), dskip = s.skip ? at::empty_like(of.beta) : Tensor();
     auto a = of.describe<GatedDeltaRuleBackward>(s);
     a.dout = data(dout), a.dfinal = data<float>(dlast);
     a.dq = d.dq.data_ptr(), a.dk = d.dk.data_ptr(), a.dv = d.dv.data_ptr();
     a.dg = data<float>(dg), a.dbeta = data<float>(dbeta), a.dstate = data<float>(d.dstate);
+    a.dskip = data<float>(dskip);
     run(channels(s) ? channel_delta_rule_backward : gated_delta_rule_backward, of.q, a);
     d.dg = dg.to(s.g.scalar_type()), d.dbeta = dbeta.to(s.beta.scalar_type());
+    if (wanted.dskip && s.skip) d.dskip = dskip.sum(at::IntArrayRef{0, 1}).to(s.skip->scalar_type());
     return d;
   }
 };
@@ -158,9 +165,11 @@ struct GatedDeltaRule {
 
 std::tuple<Tensor, Tensor> gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                                             const Tensor& beta, const OptTensor& state, const OptTensor& starts,
-                                            std::optional<double> scale, double eps, bool delta, bool final_state) {
-  return Operator<op::GatedDeltaRule>::public_op(
-      q, k, v, g, beta, state, starts, scale.value_or(1 / std::sqrt(double(q.size(-1)))), eps, delta, final_state);
+                                            std::optional<double> scale, double eps, bool delta, bool final_state,
+                                            const OptTensor& skip) {
+  return Operator<op::GatedDeltaRule>::public_op(q, k, v, g, beta, state, skip, starts,
+                                                 scale.value_or(1 / std::sqrt(double(q.size(-1)))), eps, delta,
+                                                 final_state);
 }
 
 LIGER_OPERATORS(gated_delta_rule, Operator<op::GatedDeltaRule>)

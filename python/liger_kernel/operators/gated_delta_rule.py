@@ -17,6 +17,7 @@ def liger_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, starts: Tensor | None = None,
     scale: float | None = None, eps: float | None = 1e-6, delta: bool = True, final_state: bool = False,
+    skip: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(o, the state after each document's last token): the gated delta rule (Yang et al. 2024, arXiv:2412.06464). For
     each document and head, token by token, with a state S [K, V]:
@@ -26,9 +27,10 @@ def liger_gated_delta_rule(
         o  = scale Sᵀ q̂
 
     with x̂ = x / √(Σ x² + eps), or x where eps is None; without delta the second line is S ← S + k̂ (beta v)ᵀ, gated
-    linear attention. With a gate for each channel of k it is Kimi delta attention (Kimi Team 2025, arXiv:2510.26692):
-    the first line is S ← diag(e^g) S. It is computed in chunks of tokens; all between the inputs and
-    the results is float32, or a product of as many terms of 16 bits as come close to it.
+    linear attention, and skip [heads], of any floating dtype, adds skip v to o. With a gate for each channel of k it is
+    Kimi delta attention (Kimi Team 2025, arXiv:2510.26692): the first line is S ← diag(e^g) S. It is computed in chunks
+    of tokens; all between the inputs and the results is float32, or a product of as many terms of 16 bits as come close
+    to it.
 
     q, k [batch, tokens, key heads, K] and v [batch, tokens, heads, V] have one dtype: float32, bfloat16 or float16.
     Head h reads key head h // (heads / key heads). g is at most 0: [batch, tokens, heads], float32, or for each channel
@@ -43,7 +45,8 @@ def liger_gated_delta_rule(
     document's number; starts [batch, tokens], int32, the index within the row of the first token of a token's
     document. A token of no document (a negative number) is one by itself. Without them each row is one.
 
-    Raises ValueError for cu_seqlens with a batch other than 1.
+    Raises ValueError for cu_seqlens with a batch other than 1, and RuntimeError for skip with delta or with gates of
+    channels.
     """
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"cu_seqlens are of a batch of 1, and q has {q.shape[0]} rows")
@@ -53,8 +56,9 @@ def liger_gated_delta_rule(
         shape = (len(cu_seqlens) - 1, v.shape[2], q.shape[3], v.shape[3])
         state = torch.zeros(shape, dtype=torch.float32, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    eps = -1.0 if eps is None else eps
     o, last = run(
-        ops.gated_delta_rule, q, k, v, g, beta, state, starts, scale, -1.0 if eps is None else eps, delta, final_state
+        ops.gated_delta_rule, q, k, v, g, beta, state, beside(q, skip), starts, scale, eps, delta, final_state
     )
     return o, last if final_state else None
 

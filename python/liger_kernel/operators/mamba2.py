@@ -29,7 +29,7 @@ def liger_mamba2_scan(
     On a GPU N is at most 256. state [documents, heads, P, N], float32, is what each document begins with: 0 where it
     is missing. The second result is None without final_state.
 
-    y has x's dtype, or float32 where D or z makes a product of it: it is rounded once. Documents are given as for
+    y has x's dtype, to which it is rounded once, or float32 where z makes a product of it. Documents are given as for
     liger_gated_delta_rule, and a document's results are those that it has alone: bit for bit from the same dt.
 
     Raises ValueError for cu_seqlens with a batch other than 1.
@@ -42,10 +42,8 @@ def liger_mamba2_scan(
     begin = None if state is None else state.transpose(-1, -2).contiguous()
     y, last = liger_gated_delta_rule(
         C, B, x, g, dt, begin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, starts=starts, scale=1.0, eps=None,
-        delta=False, final_state=final_state,
+        delta=False, final_state=final_state, skip=D,
     )  # fmt: skip
-    if D is not None:
-        y = y.float() + D.float()[:, None] * x.float()
     if z is not None:
         y = y.float() * F.silu(z.float())
     return y, None if last is None else last.transpose(-1, -2)

@@ -197,8 +197,8 @@ def liger_mamba2_chunk_scan(
     return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """transformers' mamba2_chunk_scan, whose result is float32; NotImplemented for what liger_mamba2_scan does not
-    take. States are those of liger_chunk_gated_delta_rule, transposed."""
+    """transformers' mamba2_chunk_scan, but with a result of hidden_states' dtype; NotImplemented for what
+    liger_mamba2_scan does not take. States are those of liger_chunk_gated_delta_rule, transposed."""
     if not cover(_SCAN_KERNELS, hidden_states, dt, A, B, C, D, dt_bias, initial_states):
         return NotImplemented
     if not _finds_room(B.shape[-1], False, hidden_states, B, C):
@@ -214,7 +214,8 @@ def liger_mamba2_chunk_scan(
     if return_final_states and not whole:
         x = x.masked_fill(_before_last(starts)[..., None, None], 0)
         last = liger_mamba2_scan(x, dt, A, B, C, **of_dt, final_state=True)[1]
-    return (y.float(), last) if return_final_states else y.float()
+    y = y.to(hidden_states.dtype)
+    return (y, last) if return_final_states else y
 
 
 def liger_mamba2_split_conv1d_scan_combined(
