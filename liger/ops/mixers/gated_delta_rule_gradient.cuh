@@ -372,9 +372,9 @@ __device__ float inner_product(const Tile& s, const Tile& ds) {
   return product;
 }
 
-/// dQ, dK, dg, dβ and dskip of the chunks of a key head: one block for each chunk, and some warps for 16 of its tokens,
-/// each with a part of the columns; the heads of the key head one after the other. Slices of v come while the one before
-/// is used. The limit is latency: there are 8 or 16 warps on a multiprocessor.
+/// dQ, dK, dg, dβ and dskip of the chunks of a key head: one block for each chunk, some warps for 16 of its tokens,
+/// each with a part of the columns; the heads of the key head one after the other. Slices of v come while the one
+/// before is used. The limit is latency: there are 8 or 16 warps on a multiprocessor.
 template <class Kd, bool kRoom>
 __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_kernel(GradientArgs args) {
   await_previous();
