@@ -33,7 +33,7 @@ OPERATORS = {
 }
 PRODUCTS = {
     **_by_row("linear_log_prob", (0, 3), (101,)),
-    **_by_row("fused_experts fused_experts_clamped", (0, 3, 10), (24,)),
+    **_by_row("fused_experts fused_experts_clamped fused_experts_ungated", (0, 3, 10), (24,)),
     **_by_row("linear", (0, 5), (24,)),
     **_by_row("qkv gated_linear gated_mlp", (0,), (24,)),
 }

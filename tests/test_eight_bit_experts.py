@@ -14,13 +14,20 @@ from liger_kernel.operators.experts import Adapter, fused_experts
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import DEVICE, off_over_ranks, on_ranks
 from torch import nn
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 FORMATS = ["int8", "fp8"]
 #: torch 2.11's FSDP2 takes no parameters of integers.
 SHARDS_BYTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+WEIGHTS = "gate_up_proj", "up_proj", "down_proj"
 IDS = torch.arange(64).view(2, 32) * 7 % 256
 
 
@@ -40,7 +47,12 @@ def whole(numbers, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [dict(rank=8), dict(transposed=True, biases=True, recompute=False), dict(bounded=True, k=4, rank=8)],
+    [
+        dict(rank=8),
+        dict(transposed=True, biases=True, recompute=False),
+        dict(bounded=True, k=4, rank=8),
+        dict(gated=False, activation="relu_squared", rank=8),
+    ],
     ids=str,
 )
 def test_operator(device, format, dtype, options):
@@ -54,7 +66,7 @@ def test_operator(device, format, dtype, options):
     adapters = {}
     if "rank" in options:
         adapters = dict(gate_up_adapter=Adapter(*leaves[4:6], SCALES[0]), down_adapter=Adapter(*leaves[6:], SCALES[1]))
-    passed = {name: options[name] for name in ("transposed", "recompute") if name in options}
+    passed = {name: options[name] for name in ("transposed", "recompute", "gated", "activation") if name in options}
     (first, first_scale), (second, second_scale) = ([t.to(device) for t in each] for each in bytes)
     most = 40 * 3 if options.get("bounded") else None
     y = fused_experts(
@@ -119,9 +131,24 @@ def gpt_oss(dtype=torch.float32):
     return model
 
 
+def nemotron_h(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        vocab_size=256, hidden_size=64, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8, num_experts_per_tok=2,
+        hybrid_override_pattern="*E*E",
+    )  # fmt: skip
+    return NemotronHForCausalLM(config).to(dtype).train()
+
+
+def weights_of(experts):
+    return [name for name in WEIGHTS if name in experts._parameters]
+
+
 def adapted(model, experts=True):
     torch.manual_seed(1)
-    options = {"target_parameters": EXPERTS} if experts else {}
+    names = {f"experts.{name}" for module in model.modules() for name in weights_of(module)}
+    options = {"target_parameters": sorted(names)} if experts else {}
     return get_peft_model(
         model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
     )
@@ -142,19 +169,26 @@ def plain(make, format):
     model = make()
     with torch.no_grad():
         for module in model.modules():
-            for name in ("gate_up_proj", "down_proj"):
-                if (weight := module._parameters.get(name)) is not None:
-                    weight.copy_(whole(*in_bytes(weight, format)))
+            for name in weights_of(module):
+                weight = module._parameters[name]
+                weight.copy_(whole(*in_bytes(weight, format)))
     return model
 
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "router")
+SHARED = "shared_experts.up_proj", "shared_experts.down_proj"
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "router", *SHARED)
 
 
 @pytest.mark.parametrize("patched", ["", "before", "after"])
 @pytest.mark.parametrize(
     "make, format, experts",
-    [(qwen3_moe, "int8", True), (qwen3_moe, "fp8", False), (gpt_oss, "fp8", True), (gpt_oss, "int8", False)],
+    [
+        (qwen3_moe, "int8", True),
+        (qwen3_moe, "fp8", False),
+        (gpt_oss, "fp8", True),
+        (gpt_oss, "int8", False),
+        (nemotron_h, "int8", True),
+    ],
 )
 def test_adapters(patched, make, format, experts):
     """Losses and gradients are those of the dequantised model, whichever of base, adapters and patch comes first, and
@@ -182,7 +216,7 @@ def test_adapters(patched, make, format, experts):
         for name, value in expected.items():
             # Sums of up to 256 terms in another order, in a few layers: 64 roundings of float32.
             assert (found[name] - value).norm() <= 64 * 2**-23 * value.norm().clamp_min(1e-6), name
-        numbers = [in_eight_bits(module, name)[0] for module in held(model) for name in ("gate_up_proj", "down_proj")]
+        numbers = [in_eight_bits(module, name)[0] for module in held(model) for name in weights_of(module)]
         assert all(t.dtype == (torch.int8 if format == "int8" else torch.uint8) for t in numbers)
 
 

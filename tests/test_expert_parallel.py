@@ -406,6 +406,10 @@ def test_bound_of_buffers(device):
         problem.close("y", y.to(problem.y.device), problem.y)
         on_meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in arguments]
         assert [t.shape for t in ops.fused_experts_forward(*on_meta)] == [t.shape for t in (y, order, place, _, kept)]
+    ungated = x, gate_up[:, :WIDTH], down, weights, *none, problem.index.to(device), True, *options, -1, False
+    assert ops.fused_experts_forward(*ungated)[-1].shape == (2 * TOKENS, WIDTH)
+    on_meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in ungated]
+    assert ops.fused_experts_forward(*on_meta)[-1].shape == (2 * TOKENS, WIDTH)
 
 
 def test_alone(device):

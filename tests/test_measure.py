@@ -214,6 +214,11 @@ def test_shapes_and_the_first_layers_of_them(config):
             {"linear_attention": 9, "mlp": 9, "full_attention": 2},
             9 * 72.8 + 9 * 75.5 + 2 * 31.5 + 805.3,
         ),
+        (
+            "nemotron-3-5b",
+            {"linear_attention": 3, "moe": 3, "full_attention": 1},
+            3 * 38.7 + 3 * (128 * 9.98 + 20.3) + 23.4 + 704.6,
+        ),
         ("lfm2-1.2b", {"conv": 10, "full_attention": 6}, 16 * 50.3 + 10 * 16.8 + 6 * 10.5 + 134.2),
     ],
 )

@@ -14,7 +14,8 @@ struct ExpertsOptions {
   bool recompute = true;                     // backward recomputes gate and up; false: they are kept
   double gate_up_scale = 1, down_scale = 1;  // of adapters
   int64_t most_rows = -1;                    // pairs that buffers have room for; -1: all
-  LIGER_OPTIONS(activation, transposed, interleaved, gate, recompute, gate_up_scale, down_scale, most_rows)
+  bool gated = true;                         // false: gate_up is up alone
+  LIGER_OPTIONS(activation, transposed, interleaved, gate, recompute, gate_up_scale, down_scale, most_rows, gated)
 };
 
 /// LoRA adapters (Hu et al. 2021, arXiv:2106.09685) of experts, which add scale · b_e a_e to the matrices of expert e:
@@ -40,6 +41,10 @@ struct ExpertsScales {
 /// Backward keeps x and the routing. On CUDA in bfloat16, with widths and ranks that are multiples of 8, nothing is
 /// read on the host, and a graph can capture it; otherwise the counts of tokens are. Tokens are multiplied by the
 /// matrices of adapters: no weight is changed or copied, and a frozen one has no gradient.
+///
+/// Not gated, as in Nemotron-H, experts are plain MLPs, and gate_up is up: width rows in place of 2 width, in its bias,
+/// adapter and scale, too.
+///   E_e(x) = down_e act(up_e x)
 ///
 /// With a scale, gate_up or down is numbers · scale: int8, or uint8 with the bits of E4M3 floats. Each pass rounds it
 /// to x's dtype. It has no gradient.

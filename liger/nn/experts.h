@@ -61,7 +61,7 @@ struct ExpertsOptions {
 /// The experts of a mixture, of which each rank of a process group holds equally many, in the order of the ranks:
 ///   y[t]   = Σ_k weights[t, k] · E_e(x[t])
 ///   e      = index[t, k]
-///   E_e(x) = down_e (act(gate_e x) · up_e x)
+///   E_e(x) = down_e (act(gate_e x) · up_e x)  or, not gated, down_e act(up_e x)
 /// by liger::fused_experts. x [tokens, hidden_size], index [tokens, k] integers, of which those that are no expert add
 /// nothing, weights [tokens, k], floating. The tokens of all ranks, which have equally many, are gathered; each rank
 /// runs its own experts, and the ranks' results are summed in float on the rank that has the token.
@@ -83,7 +83,8 @@ struct ExpertsImpl : torch::nn::Cloneable<ExpertsImpl> {
   void reset() override {
     const int64_t n = options.hidden_size(), width = options.width();
     TORCH_CHECK(!options.compute().transposed, "Experts: weights are not transposed");
-    gate_up = register_parameter("gate_up_proj", torch::empty({local(), 2 * width, n}));
+    const bool gated = options.compute().gated;
+    gate_up = register_parameter(gated ? "gate_up_proj" : "up_proj", torch::empty({local(), (1 + gated) * width, n}));
     down = register_parameter("down_proj", torch::empty({local(), n, width}));
     torch::NoGradGuard no_grad;
     for (at::Tensor& w : {std::ref(gate_up), std::ref(down)}) {
@@ -103,7 +104,7 @@ struct ExpertsImpl : torch::nn::Cloneable<ExpertsImpl> {
 
   void pretty_print(std::ostream& to) const override {
     print(to, *this, "hidden_size", options.hidden_size(), "width", options.width(), "experts", options.experts(),
-          "activation", options.compute().activation);
+          "activation", options.compute().activation, "gated", options.compute().gated);
   }
 
   ExpertsOptions options;

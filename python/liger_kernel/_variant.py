@@ -25,6 +25,13 @@ def is_variant(cls, part) -> bool:
     return vars(cls).get("liger_part") == part
 
 
+def made_of(cls: type) -> type:
+    """What a variant has been made of, or variants of it have; another class itself."""
+    while "liger_part" in vars(cls):
+        cls = cls.__bases__[-1]
+    return cls
+
+
 def _address(base):
     """The class; where it stands, if pickle would find a variant by its name; of a variant, what it is made of."""
     if "liger_part" in vars(base):

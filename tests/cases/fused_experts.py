@@ -11,17 +11,17 @@ def make(shape, options):
     """x, gate_up, down, the weights of a token's experts, biases or None, adapters or None, and which experts: some are
     drawn twice, some not at all. bounded: a token's first is none, and buffers have room for the others."""
     tokens, hidden, width = shape
-    experts, k = options.get("experts", 5), options.get("k", 2)
+    experts, k, rows = options.get("experts", 5), options.get("k", 2), (1 + options.get("gated", True)) * width
     gate_up, down = (
-        torch.randn(experts, 2 * width, hidden) * hidden**-0.5,
+        torch.randn(experts, rows, hidden) * hidden**-0.5,
         torch.randn(experts, hidden, width) * width**-0.5,
     )
     if options.get("transposed"):
         gate_up, down = (t.transpose(1, 2).contiguous() for t in (gate_up, down))
-    biases = [torch.randn(experts, 2 * width), torch.randn(experts, hidden)] if options.get("biases") else [None, None]
+    biases = [torch.randn(experts, rows), torch.randn(experts, hidden)] if options.get("biases") else [None, None]
     adapters = [None] * 4
     if rank := options.get("rank"):
-        sizes = (rank, hidden), (2 * width, rank), (rank, width), (hidden, rank)
+        sizes = (rank, hidden), (rows, rank), (rank, width), (hidden, rank)
         adapters = [torch.randn(experts, *size) * size[-1] ** -0.5 for size in sizes]
     index = torch.randint(options.get("first", 0), experts + options.get("beyond", 0), (tokens, k))
     if options.get("bounded"):
@@ -29,8 +29,8 @@ def make(shape, options):
     return torch.randn(tokens, hidden), gate_up, down, torch.rand(tokens, k), *biases, *adapters, index
 
 
-GATED = ("activation", "interleaved", *GATE)
-KNOWN = (*GATED, "transposed", "recompute")
+ACTIVATED = ("activation", "interleaved", "gated", *GATE)
+KNOWN = (*ACTIVATED, "transposed", "recompute")
 SCALES = 0.7, 1.5
 
 
@@ -58,7 +58,9 @@ def op(x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b,
     )
 
 
-def gated(a, activation="silu", interleaved=False, **clamps):
+def activated(a, activation="silu", interleaved=False, gated=True, **clamps):
+    if not gated:
+        return ACTIVATIONS[activation][1](a)
     gate, up = (a[..., ::2], a[..., 1::2]) if interleaved else a.chunk(2, -1)
     return clamped(gate, up, **clamps) if clamps else ACTIVATIONS[activation][1](gate) * up
 
@@ -76,7 +78,7 @@ def reference(
 ):  # fmt: skip
     """A loop over the experts, whose outputs are summed in float."""
     of_expert = lambda t, e: None if t is None else t[e]
-    options = {name: value for name, value in options.items() if name in GATED}
+    options = {name: value for name, value in options.items() if name in ACTIVATED}
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for e in range(len(gate_up)):
@@ -87,7 +89,7 @@ def reference(
             for tensors in ((gate_up_bias, gate_up_a, gate_up_b), (down_bias, down_a, down_b))
         )
         a = linear(x[token], first, *of_gate_up, SCALES[0])
-        out = linear(gated(a, **options), second, *of_down, SCALES[1])
+        out = linear(activated(a, **options), second, *of_down, SCALES[1])
         y = y.index_add(0, token, out.to(wide) * weights[token, slot].to(wide)[:, None])
     return y.to(x.dtype)
 
@@ -107,6 +109,7 @@ def schema(inputs, options):
         True,
         *SCALES,
         -1 if most is None else most,
+        options.get("gated", True),
     )
 
 
@@ -133,10 +136,11 @@ def rivals(inputs, options):
     except ImportError:
         return {}
     x, gate_up, down, weights, *_, index = inputs
+    activation = ACTIVATIONS[options.get("activation", "silu")][1]
 
     class Experts:
         has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm, _is_expert_parallel, num_experts = (
-            True,
+            options.get("gated", True),
             False,
             False,
             True,
@@ -144,29 +148,32 @@ def rivals(inputs, options):
             False,
             len(gate_up),
         )
-        gate_up_proj, down_proj = gate_up, down
+        gate_up_proj, up_proj, down_proj = gate_up, gate_up, down
+        act_fn = staticmethod(activation)
 
         def _apply_gate(self, a):
             gate, up = a.chunk(2, -1)
-            return F.silu(gate) * up
+            return activation(gate) * up
 
     return {"transformers": lambda: grouped_mm_experts_forward(Experts(), x, index, weights)}
 
 
 def flops(shape, options):
     pair = 2 * shape[0] * options.get("k", 2) * shape[1] * shape[2]
-    return 3 * pair, 6 * pair
+    matrices = 2 + options.get("gated", True)
+    return matrices * pair, 2 * matrices * pair
 
 
-def few_rows(device, most, experts=3):
-    sizes = (4, 8), (experts, 16, 8), (experts, 8, 8)
+def few_rows(device, most, experts=3, width=8, **options):
+    sizes = (4, 8), (experts, 16, 8), (experts, 8, width)
     x, gate_up, down = (torch.randn(size, device=device, requires_grad=True) for size in sizes)
     index = torch.tensor([[0, 1], [-1, 1], [experts, 0], [2, 2]], device=device)
-    return fused_experts(x, gate_up, down, index, torch.ones(4, 2, device=device), most_rows=most)
+    return fused_experts(x, gate_up, down, index, torch.ones(4, 2, device=device), most_rows=most, **options)
 
 
 MIXTRAL, QWEN = ((16384, 4096, 14336), dict(experts=8, k=2)), ((16384, 2048, 768), dict(experts=128, k=8))
 QWEN_NEXT, OLMOE = ((16384, 2048, 512), dict(experts=512, k=10)), ((16384, 2048, 1024), dict(experts=64, k=8))
+NEMOTRON = (16384, 2688, 1856), dict(gated=False, activation="relu_squared", experts=128, k=6)
 GPT_OSS_20B = (16384, 2880, 2880), dict(experts=32, k=4, transposed=True, biases=True, **GPT_OSS)
 
 
@@ -260,5 +267,34 @@ CASES = [
             dict(first=-1, beyond=2, rank=8, **GPT_OSS),
         ],
         bench=[GPT_OSS_20B],
+    ),
+    case(
+        "fused_experts_ungated",
+        rivals=rivals,
+        captured=((40, 24, 64), torch.bfloat16),
+        shapes=[(1, 4, 6), (5, 7, 9), (9, 16, 24), (40, 24, 65), (33, 64, 128), (650, 72, 40)],
+        emulated=2_000_000,
+        options=[
+            dict(gated=False, activation="relu_squared"),
+            dict(gated=False, activation="relu_squared", experts=9, k=4, biases=True, recompute=False),
+            dict(gated=False, activation="relu_squared", experts=40, transposed=True),
+            dict(gated=False, activation="relu_squared", rank=8, biases=True, first=-1, beyond=2),
+            dict(gated=False, activation="relu_squared", bounded=True, k=4, beyond=1, rank=3, recompute=False),
+            dict(gated=False),
+            dict(gated=False, activation="gelu_tanh", transposed=True, biases=True),
+            dict(gated=False, activation="gelu_erf", recompute=False),
+        ],
+        bench=[(NEMOTRON[0], NEMOTRON[1] | more) for more in ({}, dict(recompute=False))],
+        errors=[
+            (lambda d: few_rows(d, None, gated=False), RuntimeError, r"fused_experts: down must be \[3, 8, 16\]"),
+            *(
+                (
+                    lambda d, of_gate=of_gate: few_rows(d, None, width=16, gated=False, **of_gate),
+                    ValueError,
+                    "fused_experts: limit, alpha, up_offset and interleaved are of experts with a gate",
+                )
+                for of_gate in (dict(interleaved=True), dict(limit=1.0), dict(alpha=2.0), dict(up_offset=1.0))
+            ),
+        ],
     ),
 ]

@@ -18,25 +18,27 @@ constexpr int64_t kExperts = 4, kHidden = 8, kWidth = 6, kTokens = 5, kChosen = 
 
 /// What all ranks together have.
 struct Whole {
+  bool gated;
   Tensor x, gate_up, down, weights, index, dy;
 
-  explicit Whole(int64_t ranks) {
+  explicit Whole(int64_t ranks, bool gated = true) : gated(gated) {
     torch::manual_seed(1);
     const int64_t tokens = ranks * kTokens;
     x = torch::randn({tokens, kHidden}), dy = torch::randn({tokens, kHidden});
-    gate_up = torch::randn({kExperts, 2 * kWidth, kHidden}) * 0.4,
+    gate_up = torch::randn({kExperts, (1 + gated) * kWidth, kHidden}) * 0.4,
     down = torch::randn({kExperts, kHidden, kWidth}) * 0.4;
     weights = torch::rand({tokens, kChosen}), index = torch::randint(-1, kExperts + 1, {tokens, kChosen});
   }
 
   /// y of a loop over the experts, for leaves in double.
-  static Tensor reference(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights,
-                          const Tensor& index) {
+  Tensor reference(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights) const {
     Tensor y = torch::zeros_like(x);
     for (int64_t e = 0; e < kExperts; ++e) {
       const Tensor weight = (weights * index.eq(e)).sum(1, true);
-      const auto halves = x.mm(gate_up[e].t()).chunk(2, 1);
-      y = y + weight * (torch::silu(halves[0]) * halves[1]).mm(down[e].t());
+      const Tensor a = x.mm(gate_up[e].t());
+      const auto halves = a.chunk(2, 1);
+      const Tensor h = gated ? torch::silu(halves[0]) * halves[1] : torch::relu(a).square();
+      y = y + weight * h.mm(down[e].t());
     }
     return y;
   }
@@ -55,11 +57,13 @@ void expect_close(const Tensor& found, const Tensor& expected, const std::string
 void check(const Whole& whole, const experts::Group& group, int64_t rank, int64_t ranks) {
   const auto of = [&](const Tensor& t) { return leaf(t, torch::kDouble); };
   const Tensor x = of(whole.x), gate_up = of(whole.gate_up), down = of(whole.down), weights = of(whole.weights);
-  const Tensor y = Whole::reference(x, gate_up, down, weights, whole.index);
+  const Tensor y = whole.reference(x, gate_up, down, weights);
   y.backward(whole.dy.to(torch::kDouble));
 
   const int64_t mine = kExperts / ranks;
-  Experts module(ExpertsOptions(kHidden, kWidth, kExperts), group);
+  liger::ExpertsOptions compute;
+  if (!whole.gated) compute.activation = liger::Activation::ReLUSquared, compute.gated = false;
+  Experts module(ExpertsOptions(kHidden, kWidth, kExperts).compute(compute), group);
   {
     torch::NoGradGuard no_grad;
     module->gate_up.copy_(whole.gate_up.narrow(0, rank * mine, mine));
@@ -77,6 +81,12 @@ void check(const Whole& whole, const experts::Group& group, int64_t rank, int64_
 }
 
 TEST(Experts, Alone) { check(Whole(1), {}, 0, 1); }
+
+TEST(Experts, WithoutAGate) {
+  check(Whole(1, false), {}, 0, 1);
+  const auto named = Experts(ExpertsOptions(kHidden, kWidth, kExperts).compute({.gated = false}))->named_parameters();
+  EXPECT_EQ(named.keys(), (std::vector<std::string>{"up_proj", "down_proj"}));
+}
 
 #ifdef LIGER_GLOO
 /// f(group, rank) on a thread for each rank.

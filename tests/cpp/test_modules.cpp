@@ -135,7 +135,7 @@ const std::vector<Row>& table() {
           "normalise=false)",
           [] { return Router(RouterOptions(16, 6, 2)); }, x, torch::tensor({5, 1}).expand({3, 4, 2})),
       row(
-          "Experts(hidden_size=16, width=6, experts=3, activation=GeLUTanh)",
+          "Experts(hidden_size=16, width=6, experts=3, activation=GeLUTanh, gated=true)",
           [] { return Experts(ExpertsOptions(16, 6, 3).compute({.activation = liger::Activation::GeLUTanh})); }, hidden,
           torch::tensor({{0, 1}, {2, 1}, {3, 0}, {1, -1}, {2, 2}}), torch::rand({5, 2})),
       row(

@@ -51,6 +51,8 @@ CONFIG = types.SimpleNamespace(
     num_experts=4,
     moe_num_experts=4,
     num_local_experts=4,
+    n_routed_experts=4,
+    moe_latent_size=None,
     swiglu_alpha=1.5,
     swiglu_limit=2.0,
     mlp_ratio=2,
@@ -68,6 +70,7 @@ CONFIG = types.SimpleNamespace(
     shared_intermediate_size=48,
     dense_intermediate_size=48,
     hidden_act="silu",
+    mlp_hidden_act="relu2",
     hidden_activation="silu",
     activation_function="silu",
 )
@@ -106,6 +109,7 @@ MLPS = (
     *("modernbert_mlp", "gated_mlp_with_dropout", "clamped_gated_mlp", "clamped_swish_mlp"),
 )
 EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
+UNGATED_EXPERTS = ("ungated_experts",)
 ROUTERS = tuple(name for name in FORMULAS if name.endswith("_router"))
 ACTIVATION_PARTS = ("relu_squared", "xielu")
 # Falcon-H1's gate times its multiplier stays in float inside the kernel, and so do the steps of MiniMax-M3's gate.
@@ -114,6 +118,7 @@ ROUNDS_LESS = {"scaled_gated_mlp", "clamped_swish_mlp"}
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.
 REVIEWED = {"SeedOssMLP", "AriaExperts", "Glm5NextTextExperts", "HYV4Experts", "MiniMaxM3VLExperts", "XIELUActivation"}
+REVIEWED |= {"NemotronHExperts"}
 REVIEWED |= {f"{name}MLP" for name in ("ModernBert", "ModernBertDecoder")}
 REVIEWED |= {f"{name}Experts" for name in ("DeepseekV4", "GptOss", "HunYuanMoEV1", "Mixtral", "Qwen3_5Moe")}
 REVIEWED |= {f"{name}Experts" for name in ("Gemma4Text", "Glm4vMoeText", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText")}
@@ -324,7 +329,7 @@ def _same_convolution(cls):
             tolerance = 2.0**-16 if dtype == torch.float32 else 2.0**-7
             if a.dtype != b.dtype or not numeric._close(a.float(), b.float(), tolerance):
                 return False
-    except (RuntimeError, TypeError, AttributeError, KeyError):
+    except (RuntimeError, TypeError, AttributeError, KeyError, NameError):
         return False
     return True
 
@@ -396,7 +401,8 @@ def _kinds(original, module):
         return GATED_NORMS
     if "Norm" in original.__name__:
         return NORMS if list(module.parameters()) else WEIGHTLESS_NORMS
-    return EXPERTS if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) else MLPS
+    of_experts = (("gate_up_proj", EXPERTS), ("up_proj", UNGATED_EXPERTS))
+    return next((kinds for name, kinds in of_experts if isinstance(getattr(module, name, None), nn.Parameter)), MLPS)
 
 
 def wheels(arguments, folder):

@@ -15,7 +15,7 @@ from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.patching.apply import patch
 from packaging import version
 from test_distributed import RANKS, gradients_of, of_transformers
-from test_experts import operator_calls
+from test_experts import experts_of, operator_calls
 from tiny import model_of, text
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -33,7 +33,8 @@ SPREAD = {
     "equal sizes": dict(tp_size=2, ep_size=2, ep_implementation="liger"),
     "equal sizes, own batches": dict(fsdp_size=2, ep_size=2, ep_implementation="liger"),
 }
-KINDS = {"qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
+KINDS = {"qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM", "nemotron_h": "NemotronHForCausalLM"}
+CHANGED = {"nemotron_h"}  # its loss is another one once transformers has saved and loaded it, on one rank too
 ROWS = 4
 
 
@@ -65,14 +66,14 @@ def compare(rank, family, how, before):
         loss, gradients, calls = step(model, inputs)
     finally:
         report.undo()
-    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
+    experts = experts_of(model)
     assert calls == len(experts) != 0, f"{calls} calls of the operator for {len(experts)} modules\n{report}"
     assert not report.skipped, report
     assert_close(loss, plain_loss)
     assert gradients.keys() == plain_gradients.keys() == expected_gradients.keys()
     for name, gradient in plain_gradients.items():
         assert_close(gradients[name], gradient)
-    if not how.endswith("own batches"):
+    if not how.endswith("own batches") and family not in CHANGED:
         assert_close(loss, expected.loss.detach())
     assert step(model, inputs)[2] == (calls if before else 0)  # what was undone runs transformers' forward again
 

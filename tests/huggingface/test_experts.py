@@ -12,9 +12,10 @@ import transformers
 from conftest import TOLERANCE, Ran, assert_close, run
 from liger_kernel import memory
 from liger_kernel.operators import experts as experts_operator
-from liger_kernel.transformers.experts import LigerClampedExperts, LigerGptOssExperts
+from liger_kernel.transformers.experts import LigerClampedExperts, LigerGptOssExperts, LigerUngatedExperts
 from liger_kernel.transformers.swiglu import LigerExperts
 from packaging import version
+from shrink import shrunk
 from tiny import model_of, text
 
 pytestmark = pytest.mark.skipif(
@@ -27,9 +28,23 @@ CASES = [  # of those that the installed transformers has
         ("mixtral", "MixtralForCausalLM", LigerExperts),
         ("gpt_oss", "GptOssForCausalLM", LigerGptOssExperts),
         ("deepseek_v4", "DeepseekV4ForCausalLM", LigerClampedExperts),
+        ("nemotron_h", "NemotronHForCausalLM", LigerUngatedExperts),
     )
     if importlib.util.find_spec(f"transformers.models.{case[0]}")
 ]
+LAYERS = {"nemotron_h": 1}  # with experts; the others have two
+
+
+def layers_of(family):
+    return LAYERS.get(family, 2)
+
+
+def experts_of(model):
+    return [module for module in model.modules() if isinstance(getattr(module, "down_proj", None), torch.nn.Parameter)]
+
+
+def weights_of(part):
+    return "up_proj" if part is LigerUngatedExperts else "gate_up_proj", "down_proj"
 
 
 def operator_calls(ran):
@@ -51,14 +66,14 @@ def _pair(patched, family, kind, part):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
     report = patched(family, model)
-    assert [entry.count for entry in report.replaced if entry.by == part.__name__] == [2]
+    assert [entry.count for entry in report.replaced if entry.by == part.__name__] == [layers_of(family)]
     return model, reference
 
 
 @pytest.mark.parametrize("family, kind, part", CASES)
 def test_the_operator_runs_once_a_layer(patched, family, kind, part):
     model, reference = _pair(patched, family, kind, part)
-    assert _calls(model, text())[0] == 2 and _calls(reference, text())[0] == 0
+    assert _calls(model, text())[0] == layers_of(family) and _calls(reference, text())[0] == 0
 
 
 @pytest.mark.parametrize("classes", [True, False], ids=["classes", "a model"])
@@ -73,6 +88,33 @@ def test_experts_that_keep_the_name_of_their_class(patched, classes):
     assert "(experts): LigerGptOssExperts(" in str(model)
     again = patched("gpt_oss", model)
     assert "LigerGptOssExperts" in {entry.by for entry in again.replaced}
+
+
+def test_experts_of_another_width(patched):
+    """Those of Nemotron 3 Super take projections of the hidden states. Patched classes replace the activation that
+    experts hold, too, when a model is there."""
+    config = shrunk("nemotron_h")
+    config.moe_latent_size = 24
+    reference = model_of("nemotron_h", "NemotronHForCausalLM", copy.deepcopy(config))
+    patched("nemotron_h")
+    model = model_of("nemotron_h", "NemotronHForCausalLM", config)
+    assert experts_of(model)[0].up_proj.shape[-1] == 24
+    assert type(experts_of(model)[0].act_fn).__name__ == "LigerReLUSquared"
+    calls, output, gradients = _calls(model, text())
+    expected, expected_gradients = run(reference, **text())
+    assert calls == 1
+    assert_close(output.loss, expected.loss)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient)
+
+
+def test_an_activation_with_a_hook_keeps_the_forward(patched):
+    model, reference = _pair(patched, "nemotron_h", "NemotronHForCausalLM", LigerUngatedExperts)
+    seen = []
+    experts_of(model)[0].act_fn.register_forward_hook(lambda *_: seen.append(1))
+    assert _calls(model, text())[0] == 0 and seen
+    assert_close(model(**text()).loss, reference(**text()).loss)
 
 
 def test_weights_of_all_experts():
@@ -110,7 +152,7 @@ def test_another_implementation_is_kept(patched, family, kind, part):
     assert_close(output.loss, reference(**text()).loss)
     for name in ("eager", "grouped_mm"):
         model.set_experts_implementation(name)
-        assert _calls(model, text())[0] == 2
+        assert _calls(model, text())[0] == layers_of(family)
 
     report = patched(family, reference)
     assert "experts_implementation is 'batched_mm'" in str(report)
@@ -128,10 +170,10 @@ def test_experts_on_several_ranks(patched, family, kind, part):
         for module in m.modules():
             if hasattr(module, "_is_expert_parallel"):
                 module._is_expert_parallel = True
-    ours, theirs = (next(x for x in m.modules() if hasattr(x, "gate_up_proj")) for m in (model, reference))
+    ours, theirs = (experts_of(m)[0] for m in (model, reference))
     x, weights, index = torch.randn(16, 64), torch.rand(16, 2), torch.rand(16, 4).topk(2).indices
-    index[::3, 0] = index[5] = len(ours.gate_up_proj)
-    weights[index == len(ours.gate_up_proj)] = 0
+    index[::3, 0] = index[5] = len(ours.down_proj)
+    weights[index == len(ours.down_proj)] = 0
     with Ran() as ran:
         y = ours(x, index, weights)
     assert operator_calls(ran) == 1
@@ -140,7 +182,7 @@ def test_experts_on_several_ranks(patched, family, kind, part):
 
 def _adapted(model, *names):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_parameters=[f"mlp.experts.{name}" for name in names], r=4, lora_alpha=6)
+    config = peft.LoraConfig(target_parameters=[f"experts.{name}" for name in names], r=4, lora_alpha=6)
     model = peft.get_peft_model(model, config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -149,15 +191,12 @@ def _adapted(model, *names):
     return model
 
 
-WEIGHTS = "gate_up_proj", "down_proj"
-
-
 @pytest.mark.parametrize("family, kind, part", CASES)
 @pytest.mark.parametrize("first", ["patch", "peft"])
-@pytest.mark.parametrize("names", [WEIGHTS, WEIGHTS[1:]])
-def test_lora_on_the_experts(patched, family, kind, part, first, names):
+@pytest.mark.parametrize("both", [True, False])
+def test_lora_on_the_experts(patched, family, kind, part, first, both):
     """Rows are multiplied by A and B; PEFT's own layer adds them to the weights. Two active adapters stay PEFT's."""
-    model = model_of(family, kind)
+    model, names = model_of(family, kind), weights_of(part)[0 if both else 1 :]
     reference = _adapted(copy.deepcopy(model), *names)
     if first == "patch":
         patched(family, model)
@@ -169,9 +208,9 @@ def test_lora_on_the_experts(patched, family, kind, part, first, names):
         with Ran() as ran:
             output, gradients = run(model, **text())
         expected, expected_gradients = run(reference, **text())
-        assert operator_calls(ran) == 2 and (expected_sums is None or sums(ran) == 0)
+        assert operator_calls(ran) == layers_of(family) and (expected_sums is None or sums(ran) == 0)
         assert_close(output.loss, expected.loss)
-        assert gradients.keys() == expected_gradients.keys() and len(gradients) >= 4 * len(names)
+        assert gradients.keys() == expected_gradients.keys() and len(gradients) >= 2 * layers_of(family) * len(names)
         for name, gradient in expected_gradients.items():
             assert_close(gradients[name], gradient, 4 * TOLERANCE)
         for m in (model, reference):
@@ -187,9 +226,9 @@ def test_lora_on_the_experts(patched, family, kind, part, first, names):
 def test_lora_in_bfloat16_is_as_exact_as_pefts(patched, family, kind, part):
     """The error of the result and of every gradient against float64's is at most 1.1 of PEFT's."""
     model = model_of(family, kind)
-    reference, model = (_adapted(m, *WEIGHTS) for m in (copy.deepcopy(model), model))
+    reference, model = (_adapted(m, *weights_of(part)) for m in (copy.deepcopy(model), model))
     report = patched(family, model.get_base_model())
-    assert [entry.count for entry in report.replaced if entry.by == "fused_experts"] == [4]
+    assert [entry.count for entry in report.replaced if entry.by == "fused_experts"] == [2 * layers_of(family)]
     ours, theirs = (next(x for x in m.modules() if type(x).__name__ == "ParamWrapper") for m in (model, reference))
     torch.manual_seed(0)
     x, weights, index = torch.randn(256, 64), torch.rand(256, 2), torch.rand(256, 4).topk(2).indices
@@ -237,7 +276,7 @@ def test_bfloat16_is_as_exact_as_the_original(patched, family, kind, part, autoc
     """
     torch.manual_seed(0)
     model, reference = _pair(patched, family, kind, part)
-    ours, theirs = (next(x for x in m.modules() if hasattr(x, "gate_up_proj")) for m in (model, reference))
+    ours, theirs = (experts_of(m)[0] for m in (model, reference))
     x, weights = torch.randn(64, 64), torch.rand(64, 2)
     index = torch.rand(64, 4).topk(2).indices
     exact = copy.deepcopy(theirs).double()

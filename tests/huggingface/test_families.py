@@ -11,7 +11,12 @@ import transformers
 from conftest import CURVE_TOLERANCE, TOLERANCE, VOCABULARY, assert_close, assert_rounded_alike
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import names_in
-from liger_kernel.transformers.experts import LigerClampedExperts, LigerGEGLUExperts, LigerGptOssExperts
+from liger_kernel.transformers.experts import (
+    LigerClampedExperts,
+    LigerGEGLUExperts,
+    LigerGptOssExperts,
+    LigerUngatedExperts,
+)
 from liger_kernel.transformers.patching.families import FAMILIES, SWITCHES
 from liger_kernel.transformers.patching.formulas import find
 from liger_kernel.transformers.swiglu import LigerExperts, LigerFalconH1SwiGLUMLP
@@ -36,6 +41,7 @@ ROUND_LESS = (
     LigerGEGLUExperts,
     LigerGptOssExperts,
     LigerClampedExperts,
+    LigerUngatedExperts,
     LigerFalconH1SwiGLUMLP,
     LigerXIELU,
 )

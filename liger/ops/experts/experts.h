@@ -35,13 +35,41 @@ struct SpreadTokens {
   DType dtype;
 };
 
+/// The formulas of experts without a gate: theirs is 1, and up is activated.
+template <class Act>
+struct NoGate {
+  static constexpr bool kInterleaved = false;
+
+  template <class M, class V>
+  struct Of {
+    LIGER_HD explicit Of(const GateForm&) {}
+    LIGER_HD V act(V) const { return V(1); }
+    LIGER_HD V slope(V) const { return V(0); }
+    LIGER_HD V up(V b) const { return Act::template value<M>(b); }
+    LIGER_HD V through_up(V b, V d) const { return d * Act::template derivative<M>(b); }
+  };
+};
+
+template <class Gate>
+inline constexpr bool kHasGate = true;
+template <class Act>
+inline constexpr bool kHasGate<NoGate<Act>> = false;
+
+/// Calls f.operator()<Gate>() with the formulas of experts.
+template <class F>
+void dispatch_experts(bool gated, const GateForm& form, F&& f) {
+  if (gated) return dispatch_gate(form, f);
+  dispatch_activation(form.activation, [&]<class Act>() { f.template operator()<NoGate<Act>>(); });
+}
+
 ///   a[r] = x[r] matrix[g] + bias[g]   for the rows r of each group g: gate, then up, or both in turn
-///   h[r] = g(a[r]_gate) · u(a[r]_up)
+///   h[r] = g(a[r]_gate) · u(a[r]_up)  or, not gated, g(a[r])
 /// rounded as grouped_rows and gated_forward round them.
 struct GroupedGated {
-  GroupedRows product;  // its out, a, [rows, 2 cols] may be null: only h is written. cols is a multiple of 8
-  void* h;              // [rows, cols]
+  GroupedRows product;  // its out, a, may be null: only h is written
+  void* h;              // [rows, cols], half as many as the product's where it is gated; a multiple of 8
   GateForm form;
+  bool gated;
 };
 
 ///   y[t] = Σ_k weights[t, k] · rows[place[t, k]]
@@ -56,7 +84,7 @@ struct CombineExperts {
 };
 
 /// The step back through an expert's output, weight · (h downᵀ), of the pairs in the order of their experts, with
-///   h  = g(a_gate) · u(a_up)
+///   h  = g(a_gate) · u(a_up)  or, not gated, g(a)
 ///   dh = dy down
 /// which gives
 ///   dweight = Σ h · dh + Σ bias · dy, 0 for a pair without an expert
@@ -64,8 +92,8 @@ struct CombineExperts {
 ///   dh ← weight · h, whose product with dy is the gradient of down
 /// Pairs behind `valid` have no expert: of them only dweight is written.
 struct ExpertsBackward {
-  const void* a;     // [pairs, 2 cols]: gate, then up, or both in turn
-  void* da;          // [pairs, 2 cols], may be a
+  const void* a;     // [pairs, 2 cols]: gate, then up, or both in turn; not gated: [pairs, cols]
+  void* da;          // as a, may be a
   void* dh;          // [pairs, cols]
   const int* order;  // [pairs], of SortByExpert
   const int* valid;  // [1]: the pairs that have an expert
@@ -74,6 +102,7 @@ struct ExpertsBackward {
   int64_t pairs, cols;
   DType dtype;
   GateForm form;
+  bool gated;
   const void *dy, *bias;  // [pairs, width], [experts, width]; null: the output has no bias
   const int* experts;     // [pairs], where there is a bias
   int64_t width;

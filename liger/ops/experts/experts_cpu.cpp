@@ -53,14 +53,28 @@ void combine(const CombineExperts& a) {
   });
 }
 
+/// The row of what experts activate: gates and their factors, or these alone.
+template <class T, class Gate>
+struct ActivatedRow : PairRow<T, Gate::kInterleaved> {
+  ActivatedRow(auto* rows, int64_t r, int64_t cols)
+      : PairRow<T, Gate::kInterleaved>(rows, static_cast<T*>(rows) + cols, r, 2 * cols, 2 * cols) {}
+};
+template <class T, class Act>
+struct ActivatedRow<T, NoGate<Act>> {
+  T* row;
+
+  ActivatedRow(auto* rows, int64_t r, int64_t cols) : row(row_of<std::remove_const_t<T>>(rows, r, cols)) {}
+  std::pair<Vec, Vec> read(int64_t c, int64_t n) const { return {Vec(1.f), cpu::read(row + c, n)}; }
+  void write(const Vec&, const Vec& b, int64_t c, int64_t n) const { cpu::write(b, row + c, n); }
+};
+
 template <class T, class Gate>
 void backward(const ExpertsBackward& a) {
   const typename Gate::template Of<Math, Vec> gate(a.form);
   for_rows(a.pairs, a.cols * 8, [&](int64_t r) {
     if (r >= *a.valid) return void(a.dweights[a.order[r]] = 0);
-    const int64_t stride = 2 * a.cols;
-    const PairRow<const T, Gate::kInterleaved> in(a.a, static_cast<const T*>(a.a) + a.cols, r, stride, stride);
-    const PairRow<T, Gate::kInterleaved> out(a.da, static_cast<T*>(a.da) + a.cols, r, stride, stride);
+    const ActivatedRow<const T, Gate> in(a.a, r, a.cols);
+    const ActivatedRow<T, Gate> out(a.da, r, a.cols);
     T* dh = row_of<T>(a.dh, r, a.cols);
     const Vec weight(number(a.weights, a.order[r]));
     LongSum sum;
@@ -87,7 +101,7 @@ LIGER_REGISTER(spread_tokens,
 LIGER_REGISTER(combine_experts,
                [](const CombineExperts& a, Stream) { dispatch(a.dtype, [&]<class T>() { combine<T>(a); }); });
 LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { dispatch_gate(a.form, [&]<class Gate>() { backward<T, Gate>(a); }); });
+  dispatch(a.dtype, [&]<class T>() { dispatch_experts(a.gated, a.form, [&]<class Gate>() { backward<T, Gate>(a); }); });
 });
 
 }  // namespace LIGER_CPU::experts

@@ -105,6 +105,15 @@ __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a, Interl
       step(x, b, d);
       in.store(drows, i, x, b), in.store(dh, i, d);
     }
+  } else if constexpr (!kHasGate<Gate>) {
+    constexpr int kWidth = Row<T>::kWidth;
+    const Row<T> in(a.a, pair, a.cols, a.cols), out(a.da, pair, a.cols, a.cols), dh(a.dh, pair, a.cols, a.cols);
+    for (int p = threadIdx.x; p < in.packs(); p += blockDim.x) {
+      float none[kWidth] = {}, b[kWidth], d[kWidth];
+      in.load(p, T(0)).to_float(b), dh.load(p, T(0), in).to_float(d);
+      step(none, b, d);
+      out.store(p, b, in), dh.store(p, d, in);
+    }
   } else {
     constexpr int kWidth = Row<T>::kWidth;
     const int64_t stride = 2 * a.cols;
@@ -154,7 +163,8 @@ LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream s) {
     // Experts are narrow: no warp of a block has nothing to do.
     const auto threads = unsigned(std::min<int64_t>(256, round_up(Row<T>::packs(a.cols, true), 32)));
     const Interleaved<T> in(a.cols, {a.a, a.da, a.dh});
-    dispatch_gate(a.form, [&]<class Gate>() { launch(backward_kernel<T, Gate>, {a.pairs, threads}, s, a, in); });
+    dispatch_experts(a.gated, a.form,
+                     [&]<class Gate>() { launch(backward_kernel<T, Gate>, {a.pairs, threads}, s, a, in); });
   });
 });
 

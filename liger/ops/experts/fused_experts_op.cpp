@@ -4,6 +4,7 @@
 #include "liger/core/torch/operator.h"
 #include "liger/functions/experts.h"
 #include "liger/ops/experts/experts.h"
+#include "liger/ops/activation/activate.h"
 #include "liger/ops/activation/gated_op.h"
 
 namespace liger {
@@ -123,32 +124,41 @@ Tensor combine(const Tensor& rows, const Routing& r, const Tensor& weights) {
 }
 
 GateForm form(const char* op, const ExpertsOptions& o) {
+  const bool of_gate = o.interleaved || o.gate.limit != 0 || o.gate.alpha != 1 || o.gate.up_offset != 0;
+  TORCH_CHECK_VALUE(o.gated || !of_gate, op, ": limit, alpha, up_offset and interleaved are of experts with a gate");
   return gated::form(op, int64_t(o.activation), 1, o.gate, o.interleaved);
 }
 
+/// The numbers that an expert activates, of so many rows of its first matrix.
+auto width_of(const ExpertsOptions& o, const auto& rows) { return o.gated ? rows / 2 : rows; }
+
 Tensor activated(const ExpertsOptions& o, const Tensor& a) {
-  const int64_t width = a.size(1) / 2;
+  const int64_t width = width_of(o, a.size(1));
   const Tensor h = output(at::empty({a.size(0), width}, a.options()));
-  if (o.interleaved) gated::run_forward(a, h, h, form("fused_experts", o));
+  if (!o.gated)
+    run(activate_forward, a,
+        {.x = data(a), .y = h.data_ptr(), .count = a.numel(), .dtype = dtype_of(a), .activation = o.activation});
+  else if (o.interleaved) gated::run_forward(a, h, h, form("fused_experts", o));
   else gated::run_forward(a.narrow(1, 0, width), a.narrow(1, width, width), h, form("fused_experts", o));
   return h;
 }
 
 /// What experts make of rows x of sorted pairs before their second matrix.
 struct GatedRows {
-  Tensor a, h;  // gate and up [pairs, 2 width], undefined unless they are kept; what they are activated to
+  Tensor a, h;  // [pairs, rows of gate_up], undefined unless it is kept; what it is activated to [pairs, width]
 };
 
 /// By one kernel where there is one.
 GatedRows gated_rows(const Tensor& x, const Matrix& gate_up, const Routing& r, const ExpertsOptions& o, bool keep) {
-  const int64_t width = gate_up.of.size(2) / 2;
+  const int64_t rows = gate_up.of.size(2), width = width_of(o, rows);
   GroupedTerms terms = gate_up.terms(x, r.ends);
   if (width % 8 == 0 && grouped_gated.has(Backend(x.device().type())))
     if (std::optional<GroupedRows> product = grouped_by_kernel(x, gate_up.of, r.ends, terms)) {
-      const GatedRows out{keep ? output(at::empty({x.size(0), 2 * width}, x.options())) : Tensor(),
+      const GatedRows out{keep ? output(at::empty({x.size(0), rows}, x.options())) : Tensor(),
                           output(at::empty({x.size(0), width}, x.options()))};
       if (keep) product->out = out.a.data_ptr();
-      run(grouped_gated, x, {.product = *product, .h = out.h.data_ptr(), .form = form("fused_experts", o)});
+      run(grouped_gated, x,
+          {.product = *product, .h = out.h.data_ptr(), .form = form("fused_experts", o), .gated = o.gated});
       return out;
     }
   const Tensor a = grouped(x, gate_up.of, r.ends, terms);
@@ -197,7 +207,7 @@ struct FusedExperts {
     LIGER_FIELDS(keep)
   };
   struct Results {
-    Tensor y, order, place, ends, kept;  // kept: gate and up [pairs, 2 width] or empty
+    Tensor y, order, place, ends, kept;  // kept: gate and up, [pairs, rows of gate_up], or empty
     LIGER_FIELDS(y, order, place, ends, kept)
   };
   struct Saved {
@@ -216,26 +226,30 @@ struct FusedExperts {
   static constexpr Autocast kAutocast = Autocast::Cast;
   static auto uncast(auto& in) { return refs(in.of.weights, in.of.gate_up_weight_scale, in.of.down_weight_scale); }
 
+  static c10::SymInt rows_of_gate_up(const Options& o, const Operands& in) {
+    return in.gate_up.sym_size(o.transposed ? 2 : 1);
+  }
+
   static Arguments check(const char* op, const Options& o, const Operands& in, c10::SymIntArrayRef pairs) {
     const Arguments arguments(op, "x", in.x);
     TORCH_CHECK(in.x.dim() == 2 && in.gate_up.dim() == 3 && pairs.size() == 2, op,
                 ": x must be [tokens, width], gate_up three-dimensional and index [tokens, k], got ", in.x.sym_sizes(),
                 ", ", in.gate_up.sym_sizes(), " and ", pairs);
-    const c10::SymInt experts = in.gate_up.sym_size(0), width = in.x.sym_size(1),
-                      twice = in.gate_up.sym_size(o.transposed ? 2 : 1);
-    TORCH_CHECK(twice % 2 == 0, op, ": gate_up must hold gate and up, got ", in.gate_up.sym_sizes());
+    const c10::SymInt experts = in.gate_up.sym_size(0), width = in.x.sym_size(1), rows = rows_of_gate_up(o, in),
+                      inner = fused_experts::width_of(o, rows);
+    TORCH_CHECK(!o.gated || rows % 2 == 0, op, ": gate_up must hold gate and up, got ", in.gate_up.sym_sizes());
     TORCH_CHECK(o.most_rows >= -1, op, ": most_rows must be -1, for no bound, or a number of pairs, got ", o.most_rows);
     const auto shaped = [&](const c10::SymInt& out, const c10::SymInt& in) {
       return o.transposed ? std::array{experts, in, out} : std::array{experts, out, in};
     };
     const auto matrix = [](const OptTensor& scale) { return scale ? Type::EightBit : Type::Same; };
-    arguments.shaped("gate_up", in.gate_up, shaped(twice, width), matrix(in.gate_up_weight_scale))
-        .shaped("down", in.down, shaped(width, twice / 2), matrix(in.down_weight_scale))
+    arguments.shaped("gate_up", in.gate_up, shaped(rows, width), matrix(in.gate_up_weight_scale))
+        .shaped("down", in.down, shaped(width, inner), matrix(in.down_weight_scale))
         .shaped("gate_up_weight_scale", in.gate_up_weight_scale, std::array{experts, in.gate_up.sym_size(1)},
                 Type::Float)
         .shaped("down_weight_scale", in.down_weight_scale, std::array{experts, in.down.sym_size(1)}, Type::Float)
         .shaped("weights", in.weights, pairs, Type::Floating)
-        .shaped("gate_up_bias", in.gate_up_bias, std::array{experts, twice}, Type::Same)
+        .shaped("gate_up_bias", in.gate_up_bias, std::array{experts, rows}, Type::Same)
         .shaped("down_bias", in.down_bias, std::array{experts, width}, Type::Same);
     const auto adapter = [&](const char* name_a, const OptTensor& a, const char* name_b, const OptTensor& b,
                              const c10::SymInt& in, const c10::SymInt& out) {
@@ -246,8 +260,8 @@ struct FusedExperts {
       arguments.shaped(name_a, a, std::array{experts, rank, in}, Type::Same)
           .shaped(name_b, b, std::array{experts, out, rank}, Type::Same);
     };
-    adapter("gate_up_a", in.gate_up_a, "gate_up_b", in.gate_up_b, width, twice);
-    adapter("down_a", in.down_a, "down_b", in.down_b, twice / 2, width);
+    adapter("gate_up_a", in.gate_up_a, "gate_up_b", in.gate_up_b, width, rows);
+    adapter("down_a", in.down_a, "down_b", in.down_b, inner, width);
     fused_experts::form(op, o);
     return arguments;
   }
@@ -258,16 +272,17 @@ struct FusedExperts {
 
   static Results forward(const Inputs& in, const Record& record, const Options& o) {
     using namespace fused_experts;
-    const Tensor &x_ = in.of.x, &gate_up = in.of.gate_up, &down = in.of.down;
+    const Tensor &x_ = in.of.x, &gate_up = in.of.gate_up;
     check(kName.text, o, in.of, in.index.sym_sizes())
         .shaped("index", in.index, {x_.sym_size(0), in.index.sym_size(1)}, Type::Integer);
     const auto ints = x_.options().dtype(at::kInt);
     if (x_.is_meta()) {
       const c10::SymInt pairs = rows_of(in.index.sym_numel(), o);
-      const c10::SymInt none = 0, twice = 2 * (down.sym_numel() / (down.sym_size(0) * x_.sym_size(1)));
-      return {at::empty_symint(x_.sym_sizes(), x_.options()), at::empty_symint({pairs}, ints),
-              at::empty_symint(in.index.sym_sizes(), ints), at::empty_symint({gate_up.sym_size(0)}, ints),
-              at::empty_symint({record.keep ? pairs : none, record.keep ? twice : none}, x_.options())};
+      const c10::SymInt none = 0;
+      return {
+          at::empty_symint(x_.sym_sizes(), x_.options()), at::empty_symint({pairs}, ints),
+          at::empty_symint(in.index.sym_sizes(), ints), at::empty_symint({gate_up.sym_size(0)}, ints),
+          at::empty_symint({record.keep ? pairs : none, record.keep ? rows_of_gate_up(o, in.of) : none}, x_.options())};
     }
     const Routing r = sorted_by_expert(in.index, gate_up.size(0), o);
     // The rows of x are gone before those of the second product are there.
@@ -295,7 +310,7 @@ struct FusedExperts {
         .present("with_ddown_a", wanted.ddown_a, "down_a", s.of.down_a)
         .present("with_ddown_b", wanted.ddown_b, "down_b", s.of.down_b);
     if (s.kept.sym_numel() == 0) arguments.any("kept", s.kept, Type::Same);
-    else arguments.shaped("kept", s.kept, {pairs, s.of.gate_up.sym_size(o.transposed ? 2 : 1)}, Type::Same);
+    else arguments.shaped("kept", s.kept, {pairs, rows_of_gate_up(o, s.of)}, Type::Same);
   }
 
   /// What backward works on: sorted pairs of token and expert.
@@ -341,6 +356,7 @@ struct FusedExperts {
            .cols = h.size(1),
            .dtype = dtype_of(da),
            .form = form("fused_experts_backward", o),
+           .gated = o.gated,
            .dy = data(dy),
            .bias = bias ? bias->const_data_ptr() : nullptr,
            .experts = bias ? data<int>(experts) : nullptr,

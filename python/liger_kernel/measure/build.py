@@ -12,7 +12,7 @@ from liger_kernel.measure.shapes import config_of
 #: Linear layers of the blocks that get adapters, and 4 bits; other models get them on all linear layers.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: Parameters of experts that get adapters.
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+EXPERTS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 
 
 def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn.Module:

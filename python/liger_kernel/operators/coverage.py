@@ -10,6 +10,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as nn_module
 
 from liger_kernel._library import ops
+from liger_kernel._variant import made_of
 
 #: The types of tensors as torch has them. The last two stand for the others where torch.export traces.
 DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
@@ -69,15 +70,19 @@ def activations_in(module: nn.Module) -> list[Any]:
 
 
 def kinds_in(module: nn.Module) -> frozenset:
-    """The classes, or functions, of what activations_in finds."""
-    return frozenset(type(held) if isinstance(held, nn.Module) else held for held in activations_in(module))
+    """The classes, or functions, of what activations_in finds; of what this package has replaced, the original ones."""
+    return frozenset(made_of(type(held)) if isinstance(held, nn.Module) else held for held in activations_in(module))
 
 
 def runs_activation(module: nn.Module, kinds: frozenset) -> bool:
-    """Whether each activation that a module holds now is one of these functions, or of one of these classes and bare: a
-    fused forward does not call it."""
+    """Whether each activation that a module holds now is one of these functions, or of one of these classes, perhaps
+    replaced by this package, and bare: a fused forward does not call it."""
     for held in activations_in(module):
-        if not (held.__class__ in kinds and is_bare(held) if isinstance(held, nn.Module) else held in kinds):
+        if not isinstance(held, nn.Module):
+            known = held in kinds
+        else:
+            known = (held.__class__ in kinds or made_of(held.__class__) in kinds) and is_bare(held)
+        if not known:
             return False
     return True
 
@@ -164,10 +169,12 @@ def kernels_cover(tensor: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:
 NORM_KERNELS = ("norm_forward", "norm_backward", "row_partials", "add_partials")
 GATED_NORM_KERNELS = ("gated_rms_norm_forward", "gated_rms_norm_backward", "row_partials", "add_partials")
 GATED_KERNELS = ("gated_forward", "gated_backward")
-EXPERTS_KERNELS = (
+_OF_EXPERTS = (
     *("sort_by_expert", "spread_tokens", "combine_experts", "experts_backward"),
-    *(*GATED_KERNELS, "row_partials", "add_partials"),
+    *("row_partials", "add_partials"),
 )
+EXPERTS_KERNELS = (*_OF_EXPERTS, *GATED_KERNELS)
+UNGATED_EXPERTS_KERNELS = (*_OF_EXPERTS, "activate_forward")
 ROUTER_KERNELS = ("route_forward", "route_backward")
 ROUTER_LOSS_KERNELS = ("expert_load_forward", "expert_load_backward", "row_partials", "add_partials")
 ACTIVATION_KERNELS = ("activate_forward", "activate_backward")

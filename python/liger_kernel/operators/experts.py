@@ -38,7 +38,7 @@ def fused_experts(
     down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, interleaved: bool = False,
     limit: float = 0.0, alpha: float = 1.0, up_offset: float = 0.0, recompute: bool = True,
     gate_up_adapter: Adapter | None = None, down_adapter: Adapter | None = None, most_rows: int | None = None,
-    gate_up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
+    gate_up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None, gated: bool = True,
 ) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
     x's dtype, summed over k in float.
@@ -52,6 +52,9 @@ def fused_experts(
     limit, alpha and up_offset, of silu, are the clamped gate of GPT-OSS and DeepSeek-V4: gate' · σ(alpha · gate') ·
     (up' + up_offset) with gate' = min(gate, limit) and up' = clamp(up, −limit, limit); limit 0 is none.
 
+    gated=False, as in Nemotron-H: E_e(x) = down_e act(up_e x), and gate_up is up [E, I, H], or transposed [E, H, I],
+    with a bias [E, I]; no option of a gate then.
+
     With a weight scale, float32 [E, rows], gate_up or down is in eight bits, numbers · scale: int8, or uint8 with the
     bits of E4M3 floats. Each pass rounds it to x's dtype. It has no gradient.
 
@@ -61,7 +64,7 @@ def fused_experts(
 
     On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the host; otherwise the counts of
     tokens are. Raises KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared", and
-    ValueError for options of silu with another.
+    ValueError for options of silu with another, and for those of a gate without one.
     """
     gate = float(limit), float(alpha), float(up_offset)
     options = ACTIVATIONS[activation], transposed, interleaved, *gate, recompute
@@ -70,7 +73,7 @@ def fused_experts(
     scales, most = (of_gate_up.scale, of_down.scale), -1 if most_rows is None else most_rows
     return ops.fused_experts(
         x, gate_up, down, weights, gate_up_bias, down_bias, *adapters, gate_up_weight_scale, down_weight_scale, index,
-        *options, *scales, most,
+        *options, *scales, most, gated,
     )  # fmt: skip
 
 
@@ -131,16 +134,18 @@ def computed(
         weights = weights.gather(1, index)
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     autocast = torch.is_autocast_enabled(x.device.type)
+    first = "gate_up_proj" if options.get("gated", True) else "up_proj"
     with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
-        x = x.to(vars(experts).get("liger_dtype") or experts.gate_up_proj.dtype) if grouped else x
-        for name in ("gate_up", "down"):
-            options[f"{name}_adapter"] = _waiting(experts, f"{name}_proj", options.get("transposed", False))
-        gate_up, options["gate_up_weight_scale"] = _stored(experts, "gate_up_proj")
-        down, options["down_weight_scale"] = _stored(experts, "down_proj")
+        x = x.to(vars(experts).get("liger_dtype") or getattr(experts, first).dtype) if grouped else x
+        matrices = []
+        for name, parameter in (("gate_up", first), ("down", "down_proj")):
+            options[f"{name}_adapter"] = _waiting(experts, parameter, options.get("transposed", False))
+            matrix, options[f"{name}_weight_scale"] = _stored(experts, parameter)
+            matrices.append(matrix)
         options["recompute"] = not (getattr(experts, "liger_keeps", False) or _is_checkpointed())
         if (share := vars(experts).get("liger_share")) is not None:
             options["most_rows"] = math.ceil(share * index.numel())
-        y = fused_experts(x, gate_up, down, index, weights, *biases, **options)
+        y = fused_experts(x, *matrices, index, weights, *biases, **options)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
@@ -159,9 +164,9 @@ def _waiting(experts, name, transposed) -> Adapter | None:
 
 
 class Experts(nn.Module):
-    """What has gate_up_proj and down_proj of all experts, in one layout or another."""
+    """What has gate_up_proj, or up_proj, and down_proj of all experts, in one layout or another."""
 
-    liger_keeps = False  # gate and up, for backward
+    liger_keeps = False  # the first product, for backward
 
 
 class LigerExperts(Experts):
@@ -217,6 +222,15 @@ class LigerClampedSwishExperts(Experts):
         """As LigerExperts."""
         gate = dict(limit=limit_of(self), alpha=self.swiglu_alpha, up_offset=1.0)
         return computed(self, hidden_states, top_k_index, top_k_weights, **gate)
+
+
+class LigerUngatedExperts(Experts):
+    """Experts of relu² without a gate, whose weights are up_proj [E, I, H] and down_proj [E, H, I] (Nemotron-H): a
+    forward for experts of transformers."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As LigerExperts."""
+        return computed(self, hidden_states, top_k_index, top_k_weights, activation="relu_squared", gated=False)
 
 
 class LigerGptOssExperts(Experts):

@@ -4,9 +4,10 @@ from liger_kernel.operators.experts import (
     LigerGEGLUExperts,
     LigerGptOssExperts,
     LigerTransposedExperts,
+    LigerUngatedExperts,
 )
 
 __all__ = [
     "LigerClampedExperts", "LigerClampedSwishExperts", "LigerGEGLUExperts", "LigerGptOssExperts",
-    "LigerTransposedExperts",
+    "LigerTransposedExperts", "LigerUngatedExperts",
 ]  # fmt: skip

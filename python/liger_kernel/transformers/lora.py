@@ -226,11 +226,10 @@ def _is_matrix(module) -> bool:
 
 def _has_experts(module) -> bool:
     """Whether PEFT's layer for a parameter is that of experts whose forward can take its adapter."""
-    experts, known = module.get_base_layer(), ("gate_up_proj", "down_proj")
-    return (
-        hasattr(module, "get_delta_factors")
-        and module.parameter_name in known
-        and all(hasattr(experts, name) for name in known)
+    experts = module.get_base_layer()
+    return hasattr(module, "get_delta_factors") and any(
+        module.parameter_name in known and all(hasattr(experts, name) for name in known)
+        for known in (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
     )
 
 

@@ -30,6 +30,7 @@ from liger_kernel.transformers.patching.families import (
     SECTIONED_ROPE,
     SWIGLU,
     SWITCHES,
+    UNGATED_EXPERTS,
     VISION_ROPE,
     XIELU,
     CausalLM,
@@ -42,7 +43,8 @@ _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())
 _NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
 _OTHERS = (RELU_SQUARED | XIELU | ROUTER_LOSS | MIXERS).values()
-_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, ROUTER, FORGET_GATE, *_OTHERS, *_ROPES)
+_EXPERTS = GPT_OSS_EXPERTS, UNGATED_EXPERTS
+_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, *_EXPERTS, ROUTER, FORGET_GATE, *_OTHERS, *_ROPES)
 #: The order of the switches in a row, and in the report.
 _ORDER = {switch: i for i, switch in enumerate(dict.fromkeys(swap.switch for swap in _SWAPS))}
 # The name of a class or a function -> what would stand for it if its source were known.

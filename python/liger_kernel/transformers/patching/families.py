@@ -147,7 +147,7 @@ SWITCHES = {
     "rms_norm": "RMSNorm",
     "swiglu": "the SwiGLU feed-forward block",
     "geglu": "the GeGLU feed-forward block",
-    "relu_squared": "the squared ReLU",
+    "relu_squared": "the squared ReLU, and experts that have it without a gate",
     "xielu": "xIELU",
     "router": "the routers of experts, and their load-balancing loss",
     "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
@@ -201,6 +201,8 @@ RELU_SQUARED = {
         "relu_squared", "relu_squared.LigerReLUSquared", deferred=True
     )
 }
+# Its activation may be one of these modules, which is then replaced, too.
+UNGATED_EXPERTS = Swap("relu_squared", "experts.LigerUngatedExperts", ("relu2",))
 XIELU = {"transformers.activations.XIELUActivation": Swap("xielu", "xielu.LigerXIELU", deferred=True)}
 
 _ROUTERS = (
@@ -330,7 +332,7 @@ FAMILIES = {row.name: row for row in (
     _mixture("granitemoe", "GraniteMoeForCausalLM"),
     _mixture("granitemoeshared", "GraniteMoeSharedForCausalLM"),
     _mixture("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
-    _row("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model"), router=True),
+    _row("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model"), experts=True, router=True),
     _mixture("minimax_m2", "MiniMaxM2ForCausalLM"),
     _mixture("qwen2_moe", "Qwen2MoeForCausalLM"),
     _row("qwen2_audio", "Qwen2AudioForConditionalGeneration", _LN, holds=("qwen2",), whole=True),

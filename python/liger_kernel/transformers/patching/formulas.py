@@ -82,6 +82,8 @@ FORMULAS = {
     "experts": Formula(("swiglu.LigerExperts", "experts.LigerGEGLUExperts")),
     "transposed_experts": Formula(("experts.LigerTransposedExperts",)),
     "gpt_oss_experts": Formula(("experts.LigerGptOssExperts",)),
+    # without a gate: up_proj, down_proj
+    "ungated_experts": Formula(("experts.LigerUngatedExperts",)),
     # what gives logits, weights and indices of experts
     "softmax_router": Formula(("router.LigerSoftmaxRouter",)),
     "normalised_router": Formula(("router.LigerNormalisedRouter",)),

@@ -125,8 +125,8 @@ def _inputs(module, forward):
 
     Rows of very different sizes tell where eps is.
     """
-    experts = getattr(module, "gate_up_proj", None)
-    if isinstance(experts, nn.Parameter) and experts.dim() == 3:
+    held = (module._parameters.get(name) for name in ("gate_up_proj", "up_proj"))
+    if (experts := next((p for p in held if p is not None and p.dim() == 3), None)) is not None:
         width = next((getattr(module, name) for name in ("hidden_dim", "hidden_size") if hasattr(module, name)), None)
         routing = torch.rand(_ROWS, len(experts)).topk(min(2, len(experts)))
         extra = (routing.indices, routing.values)

@@ -21,6 +21,7 @@ from liger_kernel.operators.coverage import (
     GATED_NORM_KERNELS,
     NORM_KERNELS,
     ROUTER_KERNELS,
+    UNGATED_EXPERTS_KERNELS,
     XIELU_KERNELS,
     is_dense,
     kinds_in,
@@ -179,6 +180,7 @@ def _same(module: Any, x: Tensor) -> Tensor:
 _RMS_NORM = Part(NORM_KERNELS, dtype=_of_rms_norm, attributes=_rms_norm_attributes)
 _LAYER_NORM = Part(NORM_KERNELS, _one_dimension, _of_layer_norm, _layer_norm_attributes)
 _MLP = Part(GATED_KERNELS)
+_EXPERTS = Part(EXPERTS_KERNELS, experts.reason_to_keep)
 _ROUTER = Part(ROUTER_KERNELS, _dense_router)
 _PARTS: dict[type, Part] = {
     norm.LigerRMSNorm: _RMS_NORM,
@@ -191,7 +193,8 @@ _PARTS: dict[type, Part] = {
     mlp.LigerBlockSparseTop2MLP: _MLP,
     mlp.LigerPhi3SwiGLUMLP: _MLP,
     mlp.LigerModernBertMLP: replace(_MLP, attributes=_activation),
-    experts.Experts: Part(EXPERTS_KERNELS, experts.reason_to_keep),
+    experts.Experts: _EXPERTS,
+    experts.LigerUngatedExperts: replace(_EXPERTS, kernels=UNGATED_EXPERTS_KERNELS),
     gated_delta_rule.ForgetGate: Part(CHANNEL_GATES_KERNELS, _known_bound),
     router.Router: _ROUTER,
     router.RouterInFloat: replace(_ROUTER, keep=_router_in_float),
