@@ -13,7 +13,8 @@ from conftest import batch, make, run
 from liger_kernel.operators.residual import add_and_normalise
 from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_llama
 from liger_kernel.transformers.patching.formulas import FORMULAS
-from liger_kernel.transformers.patching.layers import STEPS, fused_forward
+from liger_kernel.transformers.patching.layers import STEPS, fused_forward, linear_arguments
+from liger_kernel.transformers.patching.mixer_functions import STARTS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -273,6 +274,19 @@ def test_an_error_names_the_line():
 
 def test_every_kind_of_layer_has_its_steps():
     assert set(STEPS) == {name for name in FORMULAS if name.endswith("decoder_layer")}
+
+
+def test_a_mixer_gets_only_arguments_that_its_layer_had():
+    """transformers 5.4 to 5.8.1 give the layers of Qwen3.5 no cache_position, which their linear attention refuses; an
+    early LFM's convolution learns of documents by seq_idx alone."""
+    given = {"position_embeddings": "tables", "attention_mask": "mask", "past_key_values": "cache", "more": 1}
+    hybrid, convolving = STEPS["early_hybrid_decoder_layer"], STEPS["early_convolution_decoder_layer"]
+    expected = {"cache_params": "cache", "attention_mask": "mask"}
+    assert linear_arguments(given, hybrid) == expected
+    assert linear_arguments(given | {"cache_position": 3}, hybrid) == expected | {"cache_position": 3}
+    expected = {"past_key_values": "cache", "attention_mask": "mask"}
+    assert linear_arguments(given, convolving) == expected | {"seq_idx": None}
+    assert linear_arguments(given | {STARTS: "starts"}, convolving) == expected | {"seq_idx": "starts"}
 
 
 @pytest.mark.parametrize("mixed", [False, True])

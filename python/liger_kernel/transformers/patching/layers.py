@@ -178,9 +178,9 @@ def linear_arguments(kwargs: dict[str, Any], steps: Steps) -> dict[str, Any]:
         given[steps.linear_cache] = given.pop("past_key_values")
     if steps.linear_only is None:
         return given
-    if given.get("seq_idx") is None:  # where documents begin tells them apart, as their numbers do
-        given["seq_idx"] = given.get(STARTS)
-    return {name: given.get(name) for name in steps.linear_only}
+    if "seq_idx" in steps.linear_only and given.get("seq_idx") is None:
+        given["seq_idx"] = given.get(STARTS)  # where documents begin tells them apart, as their numbers do
+    return {name: given[name] for name in steps.linear_only if name in given}
 
 
 def adding(original: Callable[..., Any], steps: Steps) -> Callable[..., Any]:

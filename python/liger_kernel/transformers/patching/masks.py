@@ -31,7 +31,7 @@ from liger_kernel.transformers.patching.attention import (
     is_tracing,
     makes_masks,
 )
-from liger_kernel.transformers.patching.ones import is_counting, takes_none
+from liger_kernel.transformers.patching.ones import CACHES, is_counting, takes_none
 from liger_kernel.transformers.patching.place import NewForward, with_globals
 from liger_kernel.transformers.patching.report import Report
 
@@ -44,8 +44,6 @@ SEARCHING = (
 )
 #: Those of encoders, whose tokens see the ones after them: they do not search.
 ENCODING = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
-#: What mask functions call a cache, by version of transformers.
-CACHES = ("past_key_values", "cache")
 #: The report's word for the forward of an encoder.
 ENCODER = "padding and windows without masks"
 

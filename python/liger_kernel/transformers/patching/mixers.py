@@ -35,6 +35,7 @@ from liger_kernel.transformers.patching.mixer_functions import (
     liger_chunk_gated_delta_rule,
     starts_in,
 )
+from liger_kernel.transformers.patching.ones import CACHES
 from liger_kernel.transformers.patching.place import NewForward
 from liger_kernel.transformers.patching.report import Report
 
@@ -194,11 +195,12 @@ def _convolving(original):
     masked = inspect.unwrap(original).__globals__["apply_mask_to_padding_states"]
 
     @functools.wraps(original)
-    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+    def forward(self, hidden_states, *args, **kwargs):
         conv = self.conv
-        if past_key_values is not None or getattr(conv, "_hf_hook", None) is not None:
-            return original(self, hidden_states, past_key_values, attention_mask, **kwargs)
-        before, after, x = self.in_proj(masked(hidden_states, attention_mask)).chunk(3, -1)
+        cached = args or any(kwargs.get(name) is not None for name in CACHES)
+        if cached or getattr(conv, "_hf_hook", None) is not None:
+            return original(self, hidden_states, *args, **kwargs)
+        before, after, x = self.in_proj(masked(hidden_states, kwargs.get("attention_mask"))).chunk(3, -1)
         x, weight = (before * x).transpose(1, 2), conv.weight.squeeze(1)
         y = liger_causal_conv1d_fn(x, weight, conv.bias, **kwargs)
         if y is NotImplemented:
@@ -214,7 +216,7 @@ def convolving_forward(cls: Any) -> Callable[..., Any] | None:
     in the layout of the projection, with neighbouring channels; None for a class that is none, or has it.
 
     transformers takes the three of a view with neighbouring tokens: their gradients are written in that layout, and
-    copied to the other. With a cache the original runs.
+    copied to the other. With a cache, or arguments by place, the original runs.
     """
     if not issubclass(cls, nn.Module) or hasattr(cls.forward, "liger_fuses"):
         return None

@@ -20,6 +20,11 @@ from transformers import PreTrainedModel
 from liger_kernel.transformers.patching.attention import passes_to_modules
 from liger_kernel.transformers.patching.report import Report
 
+#: What transformers calls a cache, by its version and by the model.
+CACHES = ("past_key_values", "cache", "cache_params")
+# With these a mask of ones stays.
+_BESIDE = ("position_ids", *CACHES)
+
 #: The attribute of a mask of ones: its version when it was looked at. Changes in place give it another.
 NOTE = "liger_ones_at"
 
@@ -41,7 +46,7 @@ def _without_ones(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
     if len(args) > 1 or type(inputs) is not Tensor or mask.shape != inputs.shape[:2] or mask.is_meta:
         return None
-    for name in ("position_ids", "past_key_values", "cache_params"):
+    for name in _BESIDE:
         if kwargs.get(name) is not None:
             return None
     version = mask.__dict__.get(NOTE)
