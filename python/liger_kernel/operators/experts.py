@@ -137,15 +137,14 @@ def computed(
     first = "gate_up_proj" if options.get("gated", True) else "up_proj"
     with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
         x = x.to(vars(experts).get("liger_dtype") or getattr(experts, first).dtype) if grouped else x
-        matrices = []
         for name, parameter in (("gate_up", first), ("down", "down_proj")):
             options[f"{name}_adapter"] = _waiting(experts, parameter, options.get("transposed", False))
-            matrix, options[f"{name}_weight_scale"] = _stored(experts, parameter)
-            matrices.append(matrix)
+        gate_up, options["gate_up_weight_scale"] = _stored(experts, first)
+        down, options["down_weight_scale"] = _stored(experts, "down_proj")
         options["recompute"] = not (getattr(experts, "liger_keeps", False) or _is_checkpointed())
         if (share := vars(experts).get("liger_share")) is not None:
             options["most_rows"] = math.ceil(share * index.numel())
-        y = fused_experts(x, *matrices, index, weights, *biases, **options)
+        y = fused_experts(x, gate_up, down, index, weights, *biases, **options)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
