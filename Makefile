@@ -65,7 +65,7 @@ endef
 VERSIONS ?=
 test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
 	for python in $(python) $(VERSIONS:%=build/transformers-%/bin/python); do \
-	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,stands_for,convergence,experts,every_type,plan,recompute,mixers,layers}.py --families all $(ARGS) || exit 1; done
+	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,stands_for,convergence,experts,every_type,plan,recompute,mixers,gated_convolutions,layers}.py --families all $(ARGS) || exit 1; done
 
 OLDEST = 4.57.6
 test-oldest: build/transformers-$(OLDEST)/ready  ## with every change: a family of each kind, masks and packed rows with the oldest transformers; two minutes

@@ -2,12 +2,15 @@
 model; test_mixers.py runs whole models, packed and cached."""
 
 import copy
+import types
 
 import liger_kernel
 import pytest
 import torch
 import transformers
 from conftest import TOLERANCE, Ran, assert_close
+from liger_kernel.transformers.patching import mixers
+from liger_kernel.transformers.patching.ones import CACHES
 from packaging.version import parse
 from shrink import VOCABULARY, shrunk
 from tiny import randomised
@@ -99,3 +102,12 @@ def test_a_cache_and_hooks_on_the_convolution_get_the_original(kind):
     module.conv._hf_hook = Hook()
     assert_close(module(x), expected)
     assert called == ["before", "after"]
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_gated_convolution_with_a_cache_is_the_original(name):
+    """Whatever this version calls it: transformers 5.24 says `cache`."""
+    code = (lambda self, hidden_states, **given: given).__code__
+    forward = mixers._convolving(types.FunctionType(code, {"apply_mask_to_padding_states": None}))
+    module, given = types.SimpleNamespace(conv=torch.nn.Identity()), {name: object()}
+    assert forward(module, torch.ones(1, 2, 3), **given) == given

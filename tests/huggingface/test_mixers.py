@@ -6,7 +6,6 @@ import inspect
 import pickle
 import re
 import sys
-import types
 
 import liger_kernel
 import peft
@@ -19,7 +18,6 @@ from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.by_source import original_class, row_of
 from liger_kernel.transformers.patching.families import MIXERS, MODEL_TYPES
 from liger_kernel.transformers.patching.formulas import as_written, find
-from liger_kernel.transformers.patching.ones import CACHES
 from packaging.version import parse
 from shrink import VOCABULARY, shrunk
 from tiny import randomised
@@ -289,15 +287,6 @@ def test_padding(kind):
     for name, gradient in plain.items():
         if not name.endswith(("A_log", "dt_bias")):  # differences of large sums over tokens, of which little is left
             assert_close(gradients[name], gradient)
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_a_gated_convolution_with_a_cache_is_the_original(name):
-    """Whatever this version calls it: transformers 5.24 says `cache`."""
-    code = (lambda self, hidden_states, **given: given).__code__
-    forward = mixers._convolving(types.FunctionType(code, {"apply_mask_to_padding_states": None}))
-    module, given = types.SimpleNamespace(conv=torch.nn.Identity()), {name: object()}
-    assert forward(module, torch.ones(1, 2, 3), **given) == given
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
