@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases.channel_delta_rule import reference as channel_reference
 from cases.gated_delta_rule import reference as head_reference
+from liger_kernel._invariance import products
 from liger_kernel.transformers.functional import liger_channel_gates, liger_gated_delta_rule
 
 LENGTHS = (5, 1, 1, 40, 70)
@@ -147,6 +148,35 @@ def test_tiles(K, V, delta, device):
                     a, b = a[:, 1:], b[:, 1:]
                 assert torch.equal(a, b), (name, length)
         at += length
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("lengths", [(800,), (67, 800, 33)])
+def test_few_chains(lengths, invariant, device):
+    """One head of long documents, which a GPU cuts into segments, with decays of e^-0.7 in 64 tokens: as in test_tiles.
+    While liger_kernel.batch_invariant is on, nothing is cut, and a document has the bits that it has alone."""
+    given = inputs(device, False, sum(lengths), len(lengths), 128, 64, torch.bfloat16, heads=1)
+    given[1] /= 128**0.5
+    given[3] *= 0.02
+    options = dict(delta=False, eps=None)
+    o, last = torch.randn(1, sum(lengths), 1, 64, device=device).bfloat16(), torch.randn_like(given[5])
+    if invariant:
+        products.enter()
+    try:
+        found = with_gradients(given, (o, last), starts=starts(device, lengths), **options)
+        end = slice(sum(lengths[:-1]), None)
+        alone = [*(t[:, end] for t in given[:5]), given[5][-1:]]
+        alone = with_gradients(alone, (o[:, end], last[-1:]), **options)
+    finally:
+        if invariant:
+            products.leave()
+    exact = [t.double().requires_grad_() for t in given]
+    results = head_reference(*exact, starts(device, lengths), **options)
+    expected = [*results, *torch.autograd.grad(results, exact, [o.double(), last.double()])]
+    for name, a, b, c in zip(("o", "last", *NAMES), found, expected, alone, strict=True):
+        assert (a - b).norm() <= (2**-8 if a.dtype == torch.bfloat16 else 2**-13) * b.norm(), name
+        if invariant:
+            assert torch.equal(a[-1:] if name in ("last", "state") else a[:, end], c), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -40,7 +40,7 @@ struct Plan {
   int chunks;         // the most that there may be
   int V;              // columns of v, padded
   int64_t* table;     // [chunks + 1]: where each chunk begins; null: every row is one document
-  int* count;         // chunks in the table
+  int* count;         // chunks in the table, and whether a document is long
   bfloat16* planes;   // room for q, k and end as terms; null: q and k are read as they are
   float* factors;     // [heads, 4, tokens]: β, rk eᴳ, rk e^(G_C − G) and s rq eᴳ; 1 / |q| and 1 / |k| are rq and rk. Of
                       // channels β alone
@@ -49,6 +49,11 @@ struct Plan {
   bfloat16 *d, *r;   // [heads, terms, tokens, V]
   bfloat16 *s, *ds;  // [slots, heads, terms, V, K]: transposed states before chunks, and gradients of those after them
   int row_slots;     // of states in a row of tokens
+  int segments;      // of all chains of a head, of about as many chunks each; 0: chains are whole documents
+  // What a segment adds to the state after it, and e^G of all its tokens. With a table there are segments where one
+  // document has long_document tokens.
+  float *segment_states, *segment_kept;
+  int64_t long_document;
 };
 
 struct Chunk {
@@ -87,6 +92,9 @@ constexpr unsigned kTokenMask = 0x7fffffff;
 
 __device__ int count_of(const Plan& plan) { return plan.table ? *plan.count : plan.chunks; }
 
+/// Whether chains begin and end anywhere in a document.
+__device__ bool has_segments(const Plan& plan) { return plan.segments && (!plan.table || plan.count[1]); }
+
 __device__ Chunk chunk_at(const Plan& plan, int c) {
   Chunk chunk;
   if (!plan.table) {
@@ -110,9 +118,11 @@ constexpr int kTableThreads = 1024;
 /// The table of chunks: one block counts along all tokens, which are few bytes.
 __global__ void __launch_bounds__(kTableThreads) table_kernel(Plan plan) {
   await_previous();
-  __shared__ int sums[kTableThreads / 32][2];
+  __shared__ int sums[kTableThreads / 32][2], any_long;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t chunks = 0, documents = 0;
+  bool is_long = false;
+  if (threadIdx.x == 0) any_long = 0;
   for (int64_t first = 0; first < plan.tokens; first += kTableThreads) {
     const int64_t i = first + threadIdx.x, token = i % plan.a.tokens;
     bool chunk = false, document = false;
@@ -120,6 +130,7 @@ __global__ void __launch_bounds__(kTableThreads) table_kernel(Plan plan) {
       const int64_t start = plan.a.starts[i];
       document = token == 0 || start < 0 || start == token || plan.a.starts[i - 1] < 0;
       chunk = document || (token - start) % plan.chunk == 0;
+      is_long |= start >= 0 && token - start >= plan.long_document;
     }
     const unsigned of_chunks = __ballot_sync(~0u, chunk), of_documents = __ballot_sync(~0u, document),
                    before = (1u << lane) - 1;
@@ -136,7 +147,11 @@ __global__ void __launch_bounds__(kTableThreads) table_kernel(Plan plan) {
       plan.table[chunk_index] = i | int64_t(document) << kBeginsBit | (document_index - !document) << kDocumentBit;
     __syncthreads();
   }
-  if (threadIdx.x == 0) plan.table[chunks] = plan.tokens | int64_t(1) << kBeginsBit, *plan.count = int(chunks);
+  if (is_long) any_long = 1;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  plan.table[chunks] = plan.tokens | int64_t(1) << kBeginsBit;
+  plan.count[0] = int(chunks), plan.count[1] = any_long;
 }
 
 /// q and k as terms, their rows padded with zeros: where they are not bfloat16 rows of K numbers already.

@@ -50,8 +50,9 @@ struct GatedDeltaRule {
   int64_t documents;  // that have a state; more of them begin with 0, and their last one is left out
   float scale, eps;   // eps < 0: q and k as they are
   bool delta;
-  DType dtype;      // of q, k and v
-  void* workspace;  // as many bytes as gated_delta_rule_workspace says
+  bool batch_invariant;  // a document has the bits that it has alone
+  DType dtype;           // of q, k and v
+  void* workspace;       // as many bytes as gated_delta_rule_workspace says
 };
 
 struct GatedDeltaRuleForward : GatedDeltaRule {

@@ -76,9 +76,10 @@ struct ChainPlace {
   }
 };
 
-/// The chunks of this block: whole documents, of as many chunks as another block's, more or less.
+/// The chunks of this block: whole documents, of as many chunks as another block's, more or less, or a segment.
 __device__ int first_chunk(const Plan& plan, int slot, int slots, int count) {
   int c = int(int64_t(slot) * count / slots);
+  if (has_segments(plan)) return c;
   if (!plan.table) return round_up(c, plan.row_slots);
   for (;; c += 32) {
     const int mine = c + threadIdx.x % 32;

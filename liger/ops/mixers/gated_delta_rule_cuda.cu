@@ -11,7 +11,9 @@
 // is made from sums that the warp has, and only k, q, U and P come through shared memory. Raw numbers of q, k, v and dO
 // enter products with as many terms as hold them exactly, all others with two, or three for float inputs: bfloat16
 // alone would be off by a multiple of what the float computation is, where keys are alike. On Hopper, bfloat16 keys of
-// 64 and 128 columns have kernels that do the same for all but `prepare`.
+// 64 and 128 columns have kernels that do the same for all but `prepare`. There, without delta, few long documents are
+// cut into segments (cut_chains): one more kernel before each chain makes what each segment adds to the state, and the
+// chain's blocks begin with the sum over the segments before theirs.
 
 namespace liger::cuda::gated_delta_rule {
 namespace {
@@ -36,8 +38,13 @@ void prepare(const Plan& plan, Stream s) {
     launch(planes_kernel<Kd>,
            {std::min<int64_t>(ceil_div(plan.tokens * plan.a.key_heads * Kd::K, int64_t(256)), 65536), dim3(256)}, s,
            plan);
-  launch(prepare_kernel<Kd>, {chunk_blocks(plan, plan.a.key_heads), dim3(Prepare<Kd>::kThreads), Prepare<Kd>::kBytes},
-         s, plan);
+  using P = Prepare<Kd>;
+  // Few key heads of many heads leave multiprocessors idle, unless several blocks share the heads: then each makes the
+  // products of keys anew.
+  const int64_t blocks = chunk_blocks(plan, plan.a.key_heads), wanted = 8 * multiprocessors(current_device()) / blocks;
+  const int parts = int(std::clamp<int64_t>(wanted, 1, ceil_div(plan.group, P::kWarps))),
+            heads = parts == 1 ? plan.group : round_up(ceil_div(plan.group, parts), P::kWarps);
+  launch(prepare_kernel<Kd>, {blocks * ceil_div(plan.group, heads), dim3(P::kThreads), P::kBytes}, s, plan, heads);
 }
 
 /// Whether there are kernels for Hopper.
@@ -109,6 +116,15 @@ void group_chain(void (*kernel)(ChainArgs, ChainMaps), ChainArgs args, const bfl
   if (args.out) maps.out = map_rows(a, args.out, width, a.tokens * width, width);
   if (made) maps.made = map_made<Kd>(plan, made, a.V);
   if (states) maps.states = map_states<Kd>(plan, states, kChainCols);
+  if constexpr (Kd::K == 128)
+    if (plan.segments) {
+      const ChainMaps of{.k = args.dout ? maps.q : maps.k, .rows = maps.rows};
+      using Read = GroupStage<Kd, false, false>;
+      launch(args.dout ? segment_kernel<Kd, true> : segment_kernel<Kd, false>,
+             {(plan.segments - 1) * blocks, dim3(kGroupChainThreads),
+              kGroupChainBytes<Read, Outgoing<Kd, false, false, false>>},
+             s, args, of);
+    }
   launch(kernel, {args.slots * blocks, dim3(kGroupChainThreads), kGroupChainBytes<Staged, Out>}, s, args, maps);
 }
 

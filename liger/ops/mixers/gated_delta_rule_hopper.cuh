@@ -222,6 +222,87 @@ __device__ void each_chunk(const ChainArgs& args, const ChainMaps& maps, int slo
   }
 }
 
+/// Where a block keeps what its segment adds to a state, `at` among all blocks: this thread's part of eight e.
+template <class Kd>
+__device__ float4& segment_state(const Plan& plan, int64_t at, int e) {
+  return reinterpret_cast<float4*>(plan.segment_states)[(at * (Kd::K / 8) + e) * kGroup + threadIdx.x];
+}
+
+/// Without delta: what each segment adds to the state after it, or with kReverse to the gradient before it. A document
+/// that begins in it, or there ends, hides the segments before; its factor is then -1.
+template <class Kd, bool kReverse>
+__global__ void __launch_bounds__(kGroupChainThreads, 2)
+    segment_kernel(const __grid_constant__ ChainArgs args, const __grid_constant__ ChainMaps maps) {
+  await_previous();
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere it is not started
+  constexpr int C = Kd::C, K = Kd::K;
+  const Plan& plan = args.plan;
+  const ChainPlace place(plan);
+  if (!has_segments(plan)) return;
+  const int head = place.head, slot = place.slot + kReverse;  // nobody reads the last one, or in reverse the first
+  Panel<K> state;
+  state.clear();
+  float factor = 1;
+  // In reverse k is q, and the rows are dO.
+  each_chunk<GroupStage<Kd, false, false>, kReverse>(
+      args, maps, slot, head, place.col, shared_memory<char>(), [&](const auto& stage, const Chunk& chunk) {
+        if (kReverse ? chunk.ends : chunk.begins) {
+          read_state(state, plan, kReverse ? args.after : plan.a.state, chunk.document, head, place.v);
+          factor = -1;
+        }
+        Panel<C> rows;
+        read_transposed<typename Kd::Number>(rows, stage.rows, place.v - place.col);
+        if constexpr (kReverse) stage.scale(rows, kToOut);
+        else stage.scale(rows, kBeta), stage.scale(rows, kToEnd);
+        Left<Kd::kMade> left[C / 16];
+        make_left(left, rows);
+        const Kept<Kd> kept(*stage.kept);
+#pragma unroll
+        for (int n = 0; n < K; n += 64) {
+          float sums[8][4] = {};
+          hold(sums);
+          begin_products(left);
+#pragma unroll
+          for (int k = 0; k < C / 16; ++k) group_multiply<false, 64>(sums, left[k], stage.k, 16 * k, n);
+          products_issued();
+          await_products<false>();
+          hold(sums);
+          keep_and_add(state, n / 8, kept, sums);
+        }
+        if (factor >= 0) factor *= kept.of_head;
+      });
+  if (threadIdx.x >= kGroup) return;
+  const int64_t at = blockIdx.x + int64_t(kReverse) * plan.a.heads * (plan.V / kChainCols);
+  if (threadIdx.x == 0) plan.segment_kept[at] = factor;
+#pragma unroll
+  for (int e = 0; e < K / 8; ++e) {
+    const auto& of = state.of[e];
+    segment_state<Kd>(plan, at, e) = {of[0], of[1], of[2], of[3]};
+  }
+#endif
+}
+
+/// The state before this block's segment, or with kReverse its gradient after it: the sum over the segments of its
+/// document that are before it.
+template <class Kd, bool kReverse>
+__device__ void join_segments(Panel<Kd::K>& state, const Plan& plan) {
+  state.clear();
+  if (!has_segments(plan) || threadIdx.x >= kGroup) return;
+  const int64_t blocks = plan.a.heads * (plan.V / kChainCols), step = kReverse ? blocks : -blocks;
+  float factor = 1;
+  for (int64_t at = blockIdx.x + step; at >= 0 && at < plan.segments * blocks; at += step) {
+#pragma unroll
+    for (int e = 0; e < Kd::K / 8; ++e) {
+      const float4 of = segment_state<Kd>(plan, at, e);
+      state.of[e][0] += factor * of.x, state.of[e][1] += factor * of.y;
+      state.of[e][2] += factor * of.z, state.of[e][3] += factor * of.w;
+    }
+    const float kept = plan.segment_kept[at];
+    if (kept < 0) return;
+    factor *= kept;
+  }
+}
+
 /// As chain_kernel.
 template <class Kd, bool kDelta, bool kBackward>
 __global__ void __launch_bounds__(kGroupChainThreads, 1)
@@ -238,6 +319,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   const Out out(shared_memory<char>());
   [[maybe_unused]] const float skip = skip_of(plan, head);
   Panel<K> state;
+  if constexpr (!kDelta) join_segments<Kd, false>(state, plan);
   each_chunk<GroupStage<Kd, kDelta, !kBackward>, false>(
       args, maps, place.slot, head, block_col, shared_memory<char>() + Out::kBytes,
       [&](const auto& stage, const Chunk& chunk) {
@@ -359,6 +441,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   const Out out(shared_memory<char>());
   [[maybe_unused]] const float skip = skip_of(plan, head);
   Panel<K> dstate;
+  if constexpr (!kDelta) join_segments<Kd, true>(dstate, plan);
   each_chunk<GroupStage<Kd, kDelta, true>, true>(
       args, maps, place.slot, head, block_col, shared_memory<char>() + Out::kBytes,
       [&](const auto& stage, const Chunk& chunk) {

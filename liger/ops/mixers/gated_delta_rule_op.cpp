@@ -1,3 +1,4 @@
+#include "liger/core/torch/batch_invariant.h"
 #include "liger/core/torch/operator.h"
 #include "liger/functions/mixers.h"
 #include "liger/ops/mixers/gated_delta_rule.h"
@@ -95,6 +96,7 @@ struct GatedDeltaRule {
       a.rows = q.size(0), a.tokens = q.size(1), a.key_heads = q.size(2), a.heads = v.size(2);
       a.K = q.size(3), a.V = v.size(3), a.documents = state.defined() ? state.size(0) : a.rows;
       a.scale = float(in.scale), a.eps = float(in.eps), a.delta = in.delta, a.dtype = dtype_of(q);
+      a.batch_invariant = is_batch_invariant();
       int64_t bytes = 0;
       run(channels(in) ? channel_delta_rule_workspace : gated_delta_rule_workspace, q,
           {.like = a, .backward = std::is_same_v<Args, GatedDeltaRuleBackward>, .bytes = &bytes});

@@ -19,6 +19,20 @@ struct Room {
   }
 };
 
+// A segment has this many chunks at least.
+constexpr int64_t kLeastSegment = 4;
+
+/// Cuts the chains into segments: as many as give each multiprocessor four blocks, one after the other, where a row or
+/// a document is so long that its chains take 1.5 times as long as the GPU would take for all of them at its best.
+inline void cut_chains(Plan& plan) {
+  const GatedDeltaRule& a = plan.a;
+  const int64_t blocks = a.heads * (plan.V / kChainCols), at_once = multiprocessors(current_device());
+  plan.long_document = plan.tokens * blocks * 3 / (2 * at_once);
+  if (a.batch_invariant || a.tokens < plan.long_document) return;
+  const int64_t most = std::min(4 * at_once / blocks, a.rows * plan.row_slots / kLeastSegment);
+  if (most > a.rows) plan.segments = int(most);
+}
+
 /// The plan, and how many bytes of workspace it needs: without room for U, D and R where `lean`.
 template <class Kd>
 Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes, bool lean = false) {
@@ -28,7 +42,7 @@ Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes, bool lean
   plan.chunks = int(a.starts ? plan.tokens : a.rows * plan.row_slots);
   plan.V = int(round_up(a.V, int64_t(kChainCols)));
   Room room{static_cast<char*>(a.workspace)};
-  if (a.starts) plan.table = room.take<int64_t>(plan.chunks + 1), plan.count = room.take<int>(1);
+  if (a.starts) plan.table = room.take<int64_t>(plan.chunks + 1), plan.count = room.take<int>(2);
   const int64_t rows = plan.tokens * a.key_heads, slots = a.rows * plan.row_slots + a.documents;
   if constexpr (Kd::kChannels) {
     const int64_t token = a.heads * Kd::K, all = plan.tokens * token;
@@ -55,6 +69,11 @@ Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes, bool lean
     const int64_t state = slots * a.heads * Kd::kMade * plan.V * Kd::K;
     plan.s = room.take<bfloat16>(state), plan.ds = room.take<bfloat16>(state);
   }
+  if (lean) cut_chains(plan);
+  if (plan.segments) {
+    plan.segment_states = room.take<float>(plan.segments * a.heads * plan.V * Kd::K);
+    plan.segment_kept = room.take<float>(plan.segments * a.heads * (plan.V / kChainCols));
+  }
   bytes = room.used;
   return plan;
 }
@@ -68,6 +87,7 @@ inline int64_t chunk_blocks(const Plan& plan, int64_t heads) {
 /// The slots of a chain: one for each row; with documents, of which nobody knows how many there are, as many as give a
 /// GPU the blocks that run at once.
 inline int chain_slots(const Plan& plan) {
+  if (plan.segments) return plan.segments;
   const int64_t blocks = plan.a.heads * (plan.V / kChainCols);
   return int(plan.table ? std::clamp<int64_t>(ceil_div(int64_t(1024), blocks), 1, plan.chunks) : plan.a.rows);
 }

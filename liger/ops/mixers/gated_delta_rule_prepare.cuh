@@ -49,10 +49,10 @@ __device__ void write_u(const Plan& plan, const Chunk& chunk, int head, const fl
   }
 }
 
-/// U, P and the factors of the chunks of a key head: one block for each chunk, a warp for 16 of its tokens. The limit
-/// is the latency of U.
+/// U, P and the factors of the chunks of a key head: one block for each chunk and `heads` of the group's heads, a warp
+/// for 16 of its tokens. The limit is the latency of U.
 template <class Kd>
-__global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan plan) {
+__global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan plan, int heads) {
   await_previous();
   using P = Prepare<Kd>;
   constexpr int C = Kd::C;
@@ -63,9 +63,10 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
   auto* a = reinterpret_cast<float (*)[P::kRow]>(shared);  // A, and then A β, where q and k were
   auto* scaled = a + C;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16;
-  const int count = count_of(plan), key_heads = int(plan.a.key_heads), key_head = blockIdx.x % key_heads,
-            step = gridDim.x / key_heads;
-  for (int c = blockIdx.x / key_heads; c < count; c += step) {
+  const int parts = ceil_div(plan.group, heads), of_chunk = int(plan.a.key_heads) * parts,
+            key_head = blockIdx.x % of_chunk / parts, first_head = blockIdx.x % parts * heads,
+            end = min(first_head + heads, plan.group), count = count_of(plan), step = gridDim.x / of_chunk;
+  for (int c = blockIdx.x / of_chunk; c < count; c += step) {
     const Chunk chunk = chunk_at(plan, c);
     Panel<C> kk, qk;
     {
@@ -76,11 +77,11 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
       if (threadIdx.x < 2 * C) norm_q[threadIdx.x] = keys.norm_q[threadIdx.x];
     }
     const int64_t first = chunk.at(plan);
-    for (int h = 0; h < plan.group; ++h) {
+    for (int h = first_head; h < end; ++h) {
       const int head = key_head * plan.group + h, turn = h % P::kWarps;
       if (turn == 0) {
         __syncthreads();
-        if (const int warp = threadIdx.x / 32; h + warp < plan.group) decays_of[warp].load(plan, chunk, head + warp);
+        if (const int warp = threadIdx.x / 32; h + warp < end) decays_of[warp].load(plan, chunk, head + warp);
         __syncthreads();
       }
       const Decays<C>& decays = decays_of[turn];
