@@ -423,6 +423,7 @@ def machine(args):
         "liger-kernel": version_of("liger-kernel", args.triton_liger) if args.triton_liger else None,
         "quack-kernels": version_of("quack-kernels", args.quack) if args.quack else None,
         "fla-core": version_of("fla-core", args.fla) if args.fla else None,
+        "mamba-ssm": version_of("mamba-ssm", args.mamba_ssm) if args.mamba_ssm else None,
         "commit": commit(ROOT),
         "date": str(date.today()),
     }

@@ -43,7 +43,10 @@ OPTIONS = {
     "ep": "expert parallelism",
     "fsdp": "FSDP2",
 }
-RIVALS = {"triton": "liger (Triton)", "plain+compile": "torch.compile", "ep": "transformers' expert parallelism"}
+RIVALS = {
+    "triton": "liger (Triton)", "plain+compile": "torch.compile", "mamba": "mamba-ssm",
+    "ep": "transformers' expert parallelism",
+}  # fmt: skip
 #: The arms of expert_parallel.py that are this library's.
 OVER_RANKS = {"ours": "ours+ep", "fsdp": "plain", "fsdp+patch": "ours+fsdp"}
 

@@ -10,9 +10,10 @@ so on, unless --no-shrink. Results are added to the file --out when a process en
 it was. Of an arm with the option plan they have what was measured of a layer at each level, and how many layers have
 which.
 
-An arm is plain transformers, fla (plain with the recurrences of FLA, which --fla names), liger with Triton or this
-library, with options: plain+compile, ours+adamw+graph; what they are, liger_kernel/measure/arm.py says. One model on
-one machine is measured by `python -m liger_kernel.measure`.
+An arm is plain transformers, fla (plain with the recurrences of FLA, which --fla names), mamba (plain with mamba-ssm's
+scan and causal-conv1d, which --mamba-ssm names), liger with Triton or this library, with options: plain+compile,
+ours+adamw+graph; what they are, liger_kernel/measure/arm.py says. One model on one machine is measured by
+`python -m liger_kernel.measure`.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def arguments():
     add("--profile", action="store_true", help="also where the time of a step goes, by the name of each kernel")
     add("--triton-liger", metavar="DIR", default="", help="a folder that holds liger_kernel with Triton")
     add("--fla", metavar="DIR", default="", help="a folder that holds fla-core and einops")
+    add("--mamba-ssm", metavar="DIR", default="", help="a folder that holds mamba_ssm and causal_conv1d")
     add("--again", action="store_true", help="measure also what --out has")
     add("--out", type=Path, default=Path("out/e2e.json"), help="default: %(default)s")
     args = parser.parse_args()
@@ -110,7 +112,8 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     report["machine"] = machine(args.device, args.gpus, args.cap_gb, Path(__file__).parent, args.triton_liger)
-    report["machine"]["fla-core"] = version_of("fla-core", args.fla) if args.fla else None
+    for name, folder in (("fla-core", args.fla), ("mamba-ssm", args.mamba_ssm), ("causal-conv1d", args.mamba_ssm)):
+        report["machine"][name] = version_of(name, folder) if folder else None
     rows = {(row["model"], row["length"], row["arm"]): row["result"] for row in report["rows"]}
     for model in args.models:
         for arm in args.arms:

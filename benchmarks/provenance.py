@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RECORDED = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())
 PACKAGES = ("torch", "cuda", "transformers", "peft", "bitsandbytes", "triton", "trl", "liger-kernel", "quack-kernels",
-            "fla-core")  # fmt: skip
+            "fla-core", "mamba-ssm", "causal-conv1d")  # fmt: skip
 
 
 @dataclass(frozen=True)

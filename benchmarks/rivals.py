@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Optional
 
 import torch
-from liger_kernel.measure.build import tune_less
+from liger_kernel.measure.build import import_mamba, tune_less
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -192,13 +192,6 @@ def veomni_topk_divergence(loss, tensors, options):
     return (loss(hidden, weight, target, ids, teacher, 1024, IGNORE, target, options.get("temperature", 1.0))[2],)
 
 
-def mamba_scan(folder):
-    """mamba-ssm's scan, which is written in Triton, without its package's import, which asks for compiled kernels."""
-    module = sys.modules["mamba_ssm"] = types.ModuleType("mamba_ssm")
-    module.__path__ = [os.path.join(folder, "mamba_ssm")]
-    return importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
-
-
 def mamba2_scan(scan, tensors, options):
     x, dt, A, B, C, dt_bias, starts, D = tensors
     chunk = 128  # of Nemotron-H's configuration
@@ -287,7 +280,7 @@ def libraries(args):
         "verl": ("verl", lambda folder: verl_topk_loss(folder, False)),
         "verl chunked": ("verl", lambda folder: verl_topk_loss(folder, True)),
         "veomni": ("veomni", veomni_topk_loss),
-        "mamba-ssm": ("mamba_ssm", mamba_scan),
+        "mamba-ssm": ("mamba_ssm", lambda folder: import_mamba(folder).mamba_chunk_scan_combined),
     }
     for rival, (package, make) in makers.items():
         installed = importlib.util.find_spec(package)

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 RIVALS = ("triton-liger", "trl", "verl", "veomni", "mamba-ssm", "quack", "fla")
 #: Of the arms that need a rival: its option, and the package in the folder that this names.
-RIVALS_OF_ARMS = {"triton": ("triton-liger", "liger_kernel"), "fla": ("fla", "fla")}
+RIVALS_OF_ARMS = {
+    "triton": ("triton-liger", "liger_kernel"), "fla": ("fla", "fla"), "mamba": ("mamba-ssm", "mamba_ssm"),
+}  # fmt: skip
 #: Operators that have their own files; {card}.json has the others.
 EXPERTS = (
     "fused_experts,gated_rms_norm,xielu,attention_residuals,causal_softmax,gated_packed,mhc_pre,mhc_coefficients,"
@@ -139,7 +141,8 @@ RUNS = {
         "--arms ours+compile,ours+compile+ones,plain+compile,plain+compile+ones",
     ), 10, TINY_E2E + " --no-checkpointing"),
     "e2e-hybrids": Run("e2e-hybrids-{card}.json", E2E, tuple(
-        f"--models {model} --batch 4 --lengths 2048 --gpus 1 --no-checkpointing --arms plain,ours,ours+packed"
+        f"--models {model} --batch 4 --lengths 2048 --gpus 1 --no-checkpointing "
+        "--arms plain,mamba,ours,ours+packed {mamba-ssm}"
         for model in ("nemotron-h-2b", "lfm2-1.2b")
     ), 10, TINY_E2E + " --no-checkpointing --arms plain,ours,ours+packed"),
     "e2e-masked": Run("e2e-masked-{card}.json", E2E, tuple(

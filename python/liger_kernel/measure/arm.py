@@ -13,7 +13,8 @@ A job is a dict:
     cap_gb                  GB of the GPU that the process may take once it has the model, or None
     profile                 whether kernels are listed, too
     device, results         "cuda" or "cpu"; the file that gets a line of JSON for each length
-    rival                   the folder of the package that side triton takes as liger_kernel, or of side fla's FLA
+    rival                   the folder of the package that side triton takes as liger_kernel, of side fla's FLA, or of
+                            side mamba's mamba-ssm and causal-conv1d
 
 and the options are
 

@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import sys
+import types
 from pathlib import Path
 
 import torch
@@ -16,13 +18,17 @@ EXPERTS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 
 
 def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn.Module:
-    """The model of a job (arm.py) in training, as a side has it: plain; fla, plain where FLA is found; triton, which is
-    the package that is found as liger_kernel; ours; peft, ours with PEFT's own layers; frozen, ours without adapters.
+    """The model of a job (arm.py) in training, as a side has it: plain; fla, plain where FLA is found; mamba, plain
+    with mamba-ssm and causal-conv1d; triton, which is the package that is found as liger_kernel; ours; peft, ours with
+    PEFT's own layers; frozen, ours without adapters.
 
     Raises RuntimeError where transformers finds no FLA for side fla, and ImportError where side triton finds another
-    liger_kernel."""
+    liger_kernel, or side mamba not both packages."""
     if side == "fla":
         _check_fla()
+    if side == "mamba":
+        import_mamba(job["rival"])
+        importlib.import_module("causal_conv1d")
     if side == "triton":
         check_rival(job["rival"])
         if not job["lora"]:
@@ -48,7 +54,7 @@ def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn
     if side == "triton":
         if job["lora"]:
             _patch_model(base)
-    elif side not in ("plain", "fla"):
+    elif side not in ("plain", "fla", "mamba"):
         from liger_kernel import patch
 
         print(patch(base, **({"lora": False} if side == "peft" else {})), flush=True)
@@ -128,6 +134,14 @@ def check_rival(folder):
 
     if (home := Path(liger_kernel.__path__[0]).resolve().parent) != Path(folder).resolve():
         raise ImportError(f"liger_kernel comes from {home}, not from {folder}")
+
+
+def import_mamba(folder):
+    """The module of Mamba-2's scan of the mamba-ssm in a folder, where transformers finds it, too, from now on. The
+    package's own import, which asks for compiled kernels of Mamba-1, is left out."""
+    package = sys.modules["mamba_ssm"] = types.ModuleType("mamba_ssm")
+    package.__path__ = [str(Path(folder, "mamba_ssm"))]
+    return importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
 
 
 def _check_fla():
