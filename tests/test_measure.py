@@ -1,12 +1,14 @@
 """liger_kernel.measure: the command on a CPU, with arms that fail, and its parts."""
 
 import collections
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from liger_kernel.measure import __main__ as command  # noqa: E402
-from liger_kernel.measure import arm, largest, launch, report, shapes  # noqa: E402
+from liger_kernel.measure import arm, build, largest, launch, report, shapes  # noqa: E402
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -164,6 +166,21 @@ def test_a_rival_of_the_same_name_has_a_process_of_its_own(config, tmp_path):
     assert command.rival_folder(of) == str(tmp_path)
     with pytest.raises(OSError, match="there is no package liger_kernel in"):
         command.rival_folder(command.arguments([str(config), "--device", "cpu", "--liger", str(package)]))
+
+
+def test_mamba_ssm_is_found_without_its_compiled_kernels(tmp_path):
+    """By transformers, too, which looks for the function in the package; side mamba needs both packages."""
+    triton = tmp_path / "mamba_ssm/ops/triton"
+    triton.mkdir(parents=True)
+    (tmp_path / "mamba_ssm/__init__.py").write_text("raise ImportError('no compiled kernels')\n")
+    (triton / "ssd_combined.py").write_text("def mamba_chunk_scan_combined(): return 7\n")
+    path = "ops.triton.ssd_combined.mamba_chunk_scan_combined"
+    with mock.patch.dict(sys.modules):
+        assert build.import_mamba(tmp_path).mamba_chunk_scan_combined() == 7
+        package = importlib.import_module("mamba_ssm")
+        assert transformers.utils.import_utils.resolve_internal_import(package, path)() == 7
+        with pytest.raises(ImportError, match="causal_conv1d"):
+            build.make_model({"rival": str(tmp_path)}, "mamba", torch.device("cpu"))
 
 
 def test_help_needs_no_torch():
