@@ -59,7 +59,7 @@ emulation() {
 }
 emulation sm_90 -k "$emulated" $operators tests/test_distributions.py tests/test_reads.py tests/test_optim.py tests/test_causal_conv1d.py tests/research/test_norms.py tests/research/test_sparsemax.py
 emulation sm_90 -k rows_of_operators tests/test_batch_invariance.py
-emulation sm_90 -k "tiles or many_heads" tests/test_delta_rule.py
+emulation sm_90 -k "tiles or many_heads or few_chains" tests/test_delta_rule.py
 emulation sm_90 -k "test_linear and bfloat16 or every_number or operator" tests/test_eight_bit.py tests/test_eight_bit_experts.py
 emulation sm_90 --import-mode=prepend tests/huggingface/gpu_traces.py
 # Devices with less shared memory, and without clusters: other kernels run there.
