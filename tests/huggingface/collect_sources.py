@@ -14,6 +14,7 @@ names and no formula stands for is listed: it keeps its forward in a patched mod
 import __future__
 
 import ast
+import contextlib
 import inspect
 import itertools
 import json
@@ -97,9 +98,15 @@ ROUTER_CONFIG = dict(
     n_group=4,
     topk_group=2,
     moe_norm_min=0.6,
+    scoring_func="sigmoid",
+    output_multiplier=0.7,
 )
 # What branches of routers ask for.
-ROUTER_BRANCHES = dict(norm_topk_prob=(True, False), topk_method=("greedy", "group_limited_greedy"))
+ROUTER_BRANCHES = dict(
+    norm_topk_prob=(True, False),
+    topk_method=("greedy", "group_limited_greedy"),
+    moe_router_logit_softcapping=(5.0, 0.0),
+)
 # The parts that each kind of source is tried against, in this order.
 NORMS = ("rms_norm", "float_rms_norm", "offset_rms_norm")
 GATED_NORMS = ("gated_rms_norm", "gate_first_rms_norm", "float_gated_rms_norm")
@@ -127,6 +134,7 @@ REVIEWED |= {f"{name}TopKRouter" for name in ("Mixtral", "Qwen3Moe", "Qwen3Next"
 REVIEWED |= {f"{name}RMSNormGated" for name in ("FalconH1", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
 REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
 REVIEWED |= {f"{name}TopKRouter" for name in ("Beam", "Ernie4_5_Moe", "Flint", "Olmoe", "Qwen2Moe")}
+REVIEWED |= {f"{name}TopKRouter" for name in ("Inkling2", "Inkling2Loop", "Laguna", "LaraMini")} | {"AXK2TopkRouter"}
 REVIEWED |= {f"{name}DecoderLayer" for name in ("Phi3", "Qwen3MoeText", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
 REVIEWED |= {f"Lfm{name}{part}" for name in ("2", "2Moe", "3") for part in ("DecoderLayer", "ShortConv")}
 REVIEWED |= {"DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "BailingHybridForgetGate", "Glm5NextTextForgetGate"}
@@ -367,6 +375,11 @@ def _same_router(target, module):
     extra = [torch.randn(8, generator=generator) * 0.2 for _ in given[2:]]
     for dtype in (torch.float32, torch.bfloat16):
         router, x = module.to(dtype), torch.randn(64, WIDTH, generator=generator).to(dtype)
+        with contextlib.suppress(AttributeError, NameError):
+            try:
+                type(module).forward(router, x, *extra)
+            except RuntimeError:  # its weight stays in float
+                router = module.float()
         try:
             ours, theirs = (forward(router, x, *extra) for forward in (target.forward, type(module).forward))
         except (RuntimeError, TypeError, ValueError, AttributeError, NameError):

@@ -12,10 +12,11 @@ import torch
 import transformers
 from collect_sources import ROUTER, ROUTER_BRANCHES, ROUTER_CONFIG, WIDTH, made
 from conftest import Ran, assert_close, assert_rounded_alike, run
-from liger_kernel.operators.router import liger_load_balancing_loss_func
+from liger_kernel.operators.router import LigerInkling2Router, liger_load_balancing_loss_func
 from liger_kernel.transformers.patching.apply import ReplacedModule
 from liger_kernel.transformers.patching.by_source import original_class, swaps_of
 from liger_kernel.transformers.patching.formulas import find
+from liger_kernel.transformers.patching.part import unfit
 from liger_kernel.transformers.patching.place import Edits, replace_class
 from packaging import version
 from tiny import model_of, text
@@ -54,9 +55,14 @@ def pairs(cls):
         torch.manual_seed(0)
         for tensor in (*original.parameters(), *original.buffers()):
             tensor.data.copy_(torch.randn_like(tensor) * 0.2)
-        router, (swap,) = copy.deepcopy(original), swaps_of(cls, cls.__name__)
-        replace_class(router, ReplacedModule(swap.load(find(cls).targets[0])), Edits())
-        yield router, original
+        yield replaced(original), original
+
+
+def replaced(original):
+    cls = type(original)
+    router, (swap,) = copy.deepcopy(original), swaps_of(cls, cls.__name__)
+    replace_class(router, ReplacedModule(swap.load(find(cls).targets[0])), Edits())
+    return router
 
 
 def routed(router, x):
@@ -119,6 +125,26 @@ def test_every_combination_of_dtypes(cls):
         assert clear.sum() > 10
         assert torch.equal(dense[clear] > 0, wanted[clear] > 0)
         assert_rounded_alike(*(t[clear].to(torch.float16) for t in (dense, wanted)), 0.02)
+
+
+def test_groups_that_a_router_may_lack():
+    """A.X-K2's light models choose among all experts."""
+    axk2 = pytest.importorskip("transformers.models.axk2.modeling_axk2", reason="this transformers has no A.X-K2")
+    config = ROUTER_CONFIG | {"n_group": None, "norm_topk_prob": True}
+    original = made(axk2.AXK2TopkRouter, types.SimpleNamespace(**config))
+    for tensor in (*original.parameters(), *original.buffers()):
+        tensor.data.copy_(torch.randn_like(tensor) * 0.2)
+    x = torch.randn(TOKENS, WIDTH)
+    (logits, dense, calls), (expected, wanted, _) = routed(replaced(original), x), routed(original, x)
+    assert calls == 1 and torch.equal(logits, expected)
+    assert_close(dense, wanted)
+
+
+def test_scores_that_are_no_sigmoid_are_left_alone():
+    inkling2 = pytest.importorskip("transformers.models.inkling2.modeling_inkling2", reason="it has no Inkling 2")
+    for scores, reason in (("sigmoid", None), ("sqrtsoftplus", "its scores are SqrtSoftplusActivation, not Sigmoid")):
+        config = types.SimpleNamespace(**ROUTER_CONFIG | {"scoring_func": scores})
+        assert unfit(inkling2.Inkling2TopKRouter(config), LigerInkling2Router, ()) == reason
 
 
 @pytest.mark.parametrize("cls", KNOWN[:3])

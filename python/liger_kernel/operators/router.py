@@ -1,6 +1,6 @@
 """Routers of mixtures of experts (see liger/ops.h), and those of transformers as modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,14 +140,15 @@ class LigerRouter(Replayable):
 
 def routed(
     router: Any, x: Tensor, bias: Tensor | None = None, in_float: bool = False,
-    dtype: str = "float", **options: Any,
+    dtype: str = "float", change: Callable[[Tensor], Tensor] | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(logits, weights, index) of a module with `weight`, perhaps `bias`, and `top_k`. in_float: the product is one of
-    floats; dtype: that of weights, "float", or as "logits" or the "input" have it."""
+    floats; dtype: that of weights, "float", or as "logits" or the "input" have it; change: what is done to logits."""
     weight, added = router.weight, getattr(router, "bias", None)
     x = x.reshape(-1, x.shape[-1])
     operands = [t if t is None or not in_float else t.float() for t in (x, weight, added)]
     logits = F.linear(*operands)
+    logits = logits if change is None else change(logits)
     dtypes = {"float": torch.float32, "logits": logits.dtype, "input": x.dtype}
     return logits, *route_in(router, logits, bias, dtype=dtypes[dtype], **options)
 
@@ -214,13 +215,14 @@ class LigerDeepseekV2Router(Router):
 
 
 class LigerDeepseekV3Router(RouterInFloat):
-    """The router of DeepSeek-V3, GLM-4.5, Kimi and others: sigmoid, a bias in the choice, and groups."""
+    """The router of DeepSeek-V3, GLM-4.5, Kimi and others: sigmoid, a bias in the choice, and groups; A.X-K2 may have
+    none."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups = {} if self.num_group is None else dict(groups=self.num_group, kept_groups=self.topk_group)
         return routed(
             self, hidden_states, self.e_score_correction_bias, in_float=True, score="sigmoid",
-            normalise=self.norm_topk_prob, epsilon=1e-20, scale=self.routed_scaling_factor, groups=self.num_group,
-            kept_groups=self.topk_group,
+            normalise=self.norm_topk_prob, epsilon=1e-20, scale=self.routed_scaling_factor, **groups,
         )  # fmt: skip
 
 
@@ -288,3 +290,45 @@ class LigerFlintRouter(RouterInFloat):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return routed(self, hidden_states, in_float=True, score="sigmoid", normalise=self.norm_topk_prob)
+
+
+class LigerInkling2Router(RouterInFloat):
+    """The router of Inkling 2: sigmoid, normalised, with a bias in the choice."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return routed(
+            self, hidden_states, self.e_score_correction_bias, in_float=True, score="sigmoid", normalise=True,
+            epsilon=1e-20, scale=self.routed_scaling_factor,
+        )  # fmt: skip
+
+
+class LigerMuseSparkRouter(RouterInFloat):
+    """The router of Muse Spark: that of Inkling 2, of logits times a number."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return routed(
+            self, hidden_states, self.e_score_correction_bias, in_float=True, score="sigmoid", normalise=True,
+            epsilon=self.norm_topk_prob_eps, scale=self.routed_scaling_factor,
+            change=lambda logits: logits * self.output_multiplier,
+        )  # fmt: skip
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap if cap > 0 else logits
+
+
+class LigerLagunaRouter(Router):
+    """The router of Laguna: sigmoid of logits in float, perhaps with a softcap, normalised, a bias in the choice."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return routed(
+            self, hidden_states, self.e_score_correction_bias, score="sigmoid", normalise=True, dtype="input",
+            change=lambda logits: _capped(logits.float(), self.router_logit_softcapping),
+        )  # fmt: skip
+
+
+class LigerLaraMiniRouter(RouterInFloat):
+    """The router of Lara Mini: softmax of a product in float, normalised where the module says so."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return routed(self, hidden_states, in_float=True, normalise=self.norm_topk_prob, dtype="input")

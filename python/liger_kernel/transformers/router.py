@@ -6,11 +6,15 @@ from liger_kernel.operators.router import (
     LigerFlintRouter,
     LigerGraniteRouter,
     LigerHYV3Router,
+    LigerInkling2Router,
     LigerJambaRouter,
+    LigerLagunaRouter,
+    LigerLaraMiniRouter,
     LigerMiniMaxM2Router,
     LigerMiniMaxM3Router,
     LigerMistralLarge4Router,
     LigerMixtralRouter,
+    LigerMuseSparkRouter,
     LigerNormalisedRouter,
     LigerPrivacyFilterRouter,
     LigerRouter,
@@ -20,7 +24,8 @@ from liger_kernel.operators.router import (
 
 __all__ = [
     "LigerBeamRouter", "LigerDeepseekV2Router", "LigerDeepseekV3Router", "LigerErnieRouter", "LigerFlintRouter",
-    "LigerGraniteRouter", "LigerHYV3Router", "LigerJambaRouter", "LigerMiniMaxM2Router", "LigerMiniMaxM3Router",
-    "LigerMistralLarge4Router", "LigerMixtralRouter", "LigerNormalisedRouter", "LigerPrivacyFilterRouter",
+    "LigerGraniteRouter", "LigerHYV3Router", "LigerInkling2Router", "LigerJambaRouter", "LigerLagunaRouter",
+    "LigerLaraMiniRouter", "LigerMiniMaxM2Router", "LigerMiniMaxM3Router", "LigerMistralLarge4Router",
+    "LigerMixtralRouter", "LigerMuseSparkRouter", "LigerNormalisedRouter", "LigerPrivacyFilterRouter",
     "LigerRouter", "LigerSoftmaxRouter", "liger_load_balancing_loss_func",
 ]  # fmt: skip

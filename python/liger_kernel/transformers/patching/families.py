@@ -208,6 +208,7 @@ XIELU = {"transformers.activations.XIELUActivation": Swap("xielu", "xielu.LigerX
 _ROUTERS = (
     *("Softmax", "Normalised", "Mixtral", "Jamba", "Granite", "PrivacyFilter", "DeepseekV2"),
     *("DeepseekV3", "Beam", "MistralLarge4", "HYV3", "MiniMaxM2", "MiniMaxM3", "Ernie", "Flint"),
+    *("Inkling2", "MuseSpark", "Laguna", "LaraMini"),
 )
 ROUTER = Swap("router", tuple(f"router.Liger{kind}Router" for kind in _ROUTERS))
 ROUTER_LOSS = {"load_balancing_loss_func": Swap("router", "router.liger_load_balancing_loss_func")}

@@ -100,6 +100,10 @@ FORMULAS = {
     "minimax_m3_router": Formula(("router.LigerMiniMaxM3Router",)),
     "ernie_router": Formula(("router.LigerErnieRouter",)),
     "flint_router": Formula(("router.LigerFlintRouter",)),
+    "inkling2_router": Formula(("router.LigerInkling2Router",)),
+    "muse_spark_router": Formula(("router.LigerMuseSparkRouter",)),
+    "laguna_router": Formula(("router.LigerLagunaRouter",)),
+    "lara_mini_router": Formula(("router.LigerLaraMiniRouter",)),
     # the residual stream, a norm, attention, a norm, an MLP: transformers/layers.py has the steps of each
     "decoder_layer": Formula(),
     "scaled_decoder_layer": Formula(),

@@ -145,6 +145,12 @@ def _router_in_float(module: Any, running: bool) -> str | None:
     return _dense_router(module, running)
 
 
+def _sigmoid_router(module: Any, running: bool) -> str | None:
+    if not isinstance(module.score_fn, nn.Sigmoid):
+        return f"its scores are {type(module.score_fn).__name__}, not Sigmoid"
+    return _router_in_float(module, running)
+
+
 def _known_bound(module: Any, running: bool) -> str | None:
     low = gated_delta_rule.lower_bound(module)
     if low is not None and low >= 0:
@@ -198,6 +204,7 @@ _PARTS: dict[type, Part] = {
     gated_delta_rule.ForgetGate: Part(CHANNEL_GATES_KERNELS, _known_bound),
     router.Router: _ROUTER,
     router.RouterInFloat: replace(_ROUTER, keep=_router_in_float),
+    router.LigerInkling2Router: replace(_ROUTER, keep=_sigmoid_router),
     activation.LigerReLUSquared: Part(ACTIVATION_KERNELS, dtype=_in_float),
     activation.LigerXIELU: Part(XIELU_KERNELS, dtype=_of_xielu),
 }
