@@ -64,6 +64,9 @@ struct Stage {
 // The factors of a token: plan.factors.
 constexpr int kBeta = 0, kToX = 1, kToEnd = 2, kToOut = 3;
 
+/// The blocks of a slot of chains: one for each head and kChainCols columns of v.
+__device__ __host__ inline int64_t blocks_of_slot(const Plan& plan) { return plan.a.heads * (plan.V / kChainCols); }
+
 /// What a block of a chain has: a head, the documents of a slot, and columns of v from `col` on, of which those of this
 /// thread's warp begin at v.
 struct ChainPlace {

@@ -1,3 +1,4 @@
+#include "liger/ops/mixers/gated_delta_rule_chain_hopper.cuh"
 #include "liger/ops/mixers/gated_delta_rule_gradient_hopper.cuh"
 #include "liger/ops/mixers/gated_delta_rule_plan.cuh"
 #include "liger/ops/mixers/gated_delta_rule_prepare.cuh"
@@ -105,7 +106,7 @@ void group_chain(void (*kernel)(ChainArgs, ChainMaps), ChainArgs args, const bfl
                  Stream s) {
   const Plan& plan = args.plan;
   const GatedDeltaRule& a = plan.a;
-  const int64_t blocks = a.heads * (plan.V / kChainCols), width = a.heads * a.V;
+  const int64_t blocks = blocks_of_slot(plan), width = a.heads * a.V;
   args.slots = chain_slots(plan);
   ChainMaps maps{.q = map_rows(a, a.q, a.key_heads * a.K, a.q_row, a.q_token),
                  .k = map_rows(a, a.k, a.key_heads * a.K, a.k_row, a.k_token),

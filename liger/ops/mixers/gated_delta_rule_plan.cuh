@@ -26,7 +26,7 @@ constexpr int64_t kLeastSegment = 4;
 /// a document is so long that its chains take 1.5 times as long as the GPU would take for all of them at its best.
 inline void cut_chains(Plan& plan) {
   const GatedDeltaRule& a = plan.a;
-  const int64_t blocks = a.heads * (plan.V / kChainCols), at_once = multiprocessors(current_device());
+  const int64_t blocks = blocks_of_slot(plan), at_once = multiprocessors(current_device());
   plan.long_document = plan.tokens * blocks * 3 / (2 * at_once);
   if (a.batch_invariant || a.tokens < plan.long_document) return;
   const int64_t most = std::min(4 * at_once / blocks, a.rows * plan.row_slots / kLeastSegment);
@@ -72,7 +72,7 @@ Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes, bool lean
   if (lean) cut_chains(plan);
   if (plan.segments) {
     plan.segment_states = room.take<float>(plan.segments * a.heads * plan.V * Kd::K);
-    plan.segment_kept = room.take<float>(plan.segments * a.heads * (plan.V / kChainCols));
+    plan.segment_kept = room.take<float>(plan.segments * blocks_of_slot(plan));
   }
   bytes = room.used;
   return plan;
@@ -88,14 +88,14 @@ inline int64_t chunk_blocks(const Plan& plan, int64_t heads) {
 /// GPU the blocks that run at once.
 inline int chain_slots(const Plan& plan) {
   if (plan.segments) return plan.segments;
-  const int64_t blocks = plan.a.heads * (plan.V / kChainCols);
+  const int64_t blocks = blocks_of_slot(plan);
   return int(plan.table ? std::clamp<int64_t>(ceil_div(int64_t(1024), blocks), 1, plan.chunks) : plan.a.rows);
 }
 
 template <class Staged>
 void chain(void (*kernel)(ChainArgs), ChainArgs args, Stream s) {
   const Plan& plan = args.plan;
-  const int64_t blocks = plan.a.heads * (plan.V / kChainCols);
+  const int64_t blocks = blocks_of_slot(plan);
   args.slots = chain_slots(plan);
   // The next chunk comes while this one is worked on, unless a multiprocessor has other blocks to turn to.
   const bool alone = args.slots * blocks <= 2 * multiprocessors(current_device());
