@@ -51,18 +51,17 @@ KNOWN = [pytest.param(cls, id=place) for place, cls in known_routers()]
 def pairs(cls):
     """A replaced router and the original, for each branch that the class may take."""
     for values in itertools.product(*ROUTER_BRANCHES.values()):
-        original = made(cls, types.SimpleNamespace(**ROUTER_CONFIG, **dict(zip(ROUTER_BRANCHES, values))))
-        torch.manual_seed(0)
-        for tensor in (*original.parameters(), *original.buffers()):
-            tensor.data.copy_(torch.randn_like(tensor) * 0.2)
-        yield replaced(original), original
+        yield pair(cls, **dict(zip(ROUTER_BRANCHES, values)))
 
 
-def replaced(original):
-    cls = type(original)
+def pair(cls, **config):
+    original = made(cls, types.SimpleNamespace(**ROUTER_CONFIG | config))
+    torch.manual_seed(0)
+    for tensor in (*original.parameters(), *original.buffers()):
+        tensor.data.copy_(torch.randn_like(tensor) * 0.2)
     router, (swap,) = copy.deepcopy(original), swaps_of(cls, cls.__name__)
     replace_class(router, ReplacedModule(swap.load(find(cls).targets[0])), Edits())
-    return router
+    return router, original
 
 
 def routed(router, x):
@@ -130,12 +129,9 @@ def test_every_combination_of_dtypes(cls):
 def test_groups_that_a_router_may_lack():
     """A.X-K2's light models choose among all experts."""
     axk2 = pytest.importorskip("transformers.models.axk2.modeling_axk2", reason="this transformers has no A.X-K2")
-    config = ROUTER_CONFIG | {"n_group": None, "norm_topk_prob": True}
-    original = made(axk2.AXK2TopkRouter, types.SimpleNamespace(**config))
-    for tensor in (*original.parameters(), *original.buffers()):
-        tensor.data.copy_(torch.randn_like(tensor) * 0.2)
+    router, original = pair(axk2.AXK2TopkRouter, n_group=None, norm_topk_prob=True)
     x = torch.randn(TOKENS, WIDTH)
-    (logits, dense, calls), (expected, wanted, _) = routed(replaced(original), x), routed(original, x)
+    (logits, dense, calls), (expected, wanted, _) = routed(router, x), routed(original, x)
     assert calls == 1 and torch.equal(logits, expected)
     assert_close(dense, wanted)
 
