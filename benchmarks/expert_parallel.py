@@ -273,8 +273,8 @@ def run(job, gpus, limit):
             os.killpg(processes.pid, signal.SIGKILL)
             processes.wait()
             return {"error": f"not done after {limit} s"}
-        if code or not Path(job["results"]).exists():
-            return {"error": f"ended with code {code}"}
+        if not Path(job["results"]).exists():
+            return {"error": f"ended with code {code}", "failed": True}
         return json.loads(Path(job["results"]).read_text())
 
 
@@ -296,7 +296,12 @@ def in_words(key, result):
 def main():
     args = arguments()
     if args.job:
-        Arm(json.loads(args.job)).measure()
+        job = json.loads(args.job)
+        try:
+            Arm(job).measure()
+        except torch.OutOfMemoryError:
+            Path(job["results"]).write_text(json.dumps({"error": "out of memory"}))
+            sys.exit(1)  # the other ranks wait in a collective: torchrun ends them
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
@@ -317,6 +322,7 @@ def main():
     headers = ["tokens", "routing", "arm", "tokens/s a GPU", "model TF/s", "GB", "exposed", "loss", "gradient norm"]
     rows = [(row["job"], row["result"]) for row in done.values() if shared.items() <= row["job"].items()]
     print(table(headers, [in_words((job["tokens"], job["routing"], job["arm"]), result) for job, result in rows]))
+    sys.exit(any("failed" in result for _, result in rows))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from unittest import mock
 
@@ -99,6 +100,20 @@ def job(config, **others):
         "shrink": False, "lora": 0, "quantise": None, "checkpointing": False, "dtype": "float32", "budget": "auto",
         "cap_gb": None, "profile": False, "device": "cpu", **others,
     }  # fmt: skip
+
+
+def test_a_first_step_that_tunes_kernels_does_not_cut_the_measurement(config, monkeypatch):
+    """Kernels that are tuned for minutes in the first step leave fewest steps at least, which one slow step is not."""
+    made = arm.Arm(job(config, steps=None, warm_up=2))
+    wait = iter([0.5, *[0.001] * 9])
+    monkeypatch.setattr(made, "step", lambda *_: time.sleep(next(wait)) or torch.zeros(()))
+    monkeypatch.setattr(arm, "LONG", 0.4)
+    monkeypatch.setattr(arm, "SECONDS", 0)
+    times = made.measure(16, 1)["times"]
+    assert len(times) == arm.FEWEST and max(times) < 0.4
+    made = arm.Arm(job(config, steps=None, warm_up=2))
+    monkeypatch.setattr(made, "step", lambda *_: time.sleep(0.5) or torch.zeros(()))
+    assert len(made.measure(16, 1)["times"]) == 1
 
 
 def test_an_arm_that_fails_is_a_row(config, monkeypatch, capsys):

@@ -197,6 +197,10 @@ class Arm:
         pairs = zip(marks, marks[1:])
         return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairs]
 
+    def steps(self, one):
+        """How many steps to measure, of which one takes so many seconds."""
+        return self.job["steps"] or (1 if one > LONG else min(MOST, max(FEWEST, int(SECONDS / one))))
+
     def measure(self, length, batch):
         """The result of some steps: "seconds" is the median of "times"."""
         losses, self.captured = [], None
@@ -208,9 +212,12 @@ class Arm:
         with self._bar() as bar:
             one = self.warm_up(length, batch, losses, bar)
             warm_up = time.perf_counter() - begin
-            steps = self.job["steps"] or (1 if one > LONG else min(MOST, max(FEWEST, int(SECONDS / one))))
-            bar.total = len(losses) + steps
-            times = self.timed(length, batch, steps, losses, bar)
+            bar.total = len(losses) + self.steps(one)
+            times = self.timed(length, batch, self.steps(one), losses, bar)
+            then = self._most(times[0])
+            if one > LONG > then and self.steps(then) > len(times):  # the first step took long to tune its kernels
+                bar.total = len(losses) + self.steps(then)
+                times = self.timed(length, batch, self.steps(then), losses, bar)
         if not self.cuda:  # measuring it makes a step slower
             self.memory.start()
             self.step(length, batch, len(losses))
