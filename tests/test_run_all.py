@@ -326,6 +326,8 @@ def test_parts_of_a_result_are_put_together():
     whole = run_all.merged(parts)
     assert whole["rows"] == [{"cap_gb": 24}, {"cap_gb": None}]
     assert whole["machine"] == {"cap_gb": None, "date": "2026-01-02"}
+    parts = [{"machine": {"commit": name}, "rows": [{}]} for name in ("1234567", "89abcde")]
+    assert [row["commit"] for row in run_all.merged(parts)["rows"]] == ["1234567", "89abcde"]
 
 
 def test_an_unknown_name_is_refused(capsys):
