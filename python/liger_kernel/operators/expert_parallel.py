@@ -72,7 +72,7 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, transfer: _Transfer, way: str) -> Tensor:
         ctx.transfer, ctx.way = transfer, way
         found = transfer.finish(way, t)
-        return found.view_as(found)
+        return found.view_as(found) if found is t else found  # autograd wants another tensor
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -224,7 +224,8 @@ def expert_parallel(
         for part, i, w in zip(moving, layout.parts_of(local), layout.parts_of(of_local), strict=True)
     ]
     y = [part.finish() for part in back]
-    return (y[0] if len(y) == 1 else torch.cat(y))[: layout.tokens]
+    whole = y[0] if len(y) == 1 else torch.cat(y)
+    return whole if layout.rows == layout.tokens else whole[: layout.tokens]
 
 
 def _local(

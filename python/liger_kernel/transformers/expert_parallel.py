@@ -82,7 +82,8 @@ class LigerExpertParallel:
         )
         if ranks > 1:
             y = _Join.apply(y, group, tokens)
-        return y.view(hidden_states.shape)
+        # No view of y: FSDP2 warns of modules that return one, and nothing else has y.
+        return torch.ops.aten._unsafe_view(y, hidden_states.shape)
 
     def _run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         experts = getattr(self.experts_forward, "__self__", None)
