@@ -138,7 +138,8 @@ def merged(reports: list[dict]) -> dict:
         return first
     if "rows" not in first:  # of train.py
         return {report["settings"]["family"]: report for report in reports}
-    differ = [name for name in ("cap_gb", "date", "commit") if len({report["machine"].get(name) for report in reports}) > 1]
+    of_parts = lambda name: {report["machine"].get(name) for report in reports}
+    differ = [name for name in ("cap_gb", "date", "commit") if len(of_parts(name)) > 1]
     for report in reports:  # what a part has for all of its rows
         for row in report["rows"]:
             row |= {"nf4": report["nf4"]} if "nf4" in report else {}
