@@ -81,7 +81,7 @@ FLOORS = (
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)|_invariance\.(attention|parts)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|verl|ms_swift|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",
-    r"_patch|measure(\..*)?",
+    r"_patch|axolotl|measure(\..*)?",
     r"_batch_invariant",
 )
 

@@ -6,7 +6,6 @@ build/wheels.
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pythons import pythons
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheels"
@@ -119,17 +119,6 @@ def test_a_program_finds_it(environment, tmp_path):
     environment.run(tools / "cmake", "-S", "tests/installed", "-B", tmp_path, *ninja, *asked, **path)
     environment.run(tools / "cmake", "--build", tmp_path, "--target", "uses", **path)
     environment.run(tmp_path / "uses")
-
-
-def pythons():
-    """(minor version, interpreter) of each supported Python that is on the path or among pyenv's."""
-    for n in range(10, 15):
-        found = [shutil.which(f"python3.{n}"), *Path.home().glob(f".pyenv/versions/3.{n}.*/bin/python3.{n}")]
-        for python in filter(None, found):
-            # pyenv puts names on the path for what it does not run
-            if subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
-                yield n, python
-                break
 
 
 PYTHONS = dict(pythons())

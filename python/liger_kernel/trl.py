@@ -3,6 +3,7 @@ else."""
 
 import functools
 import importlib.util
+import inspect
 
 import torch
 from transformers import PreTrainedModel
@@ -81,6 +82,9 @@ def _covered(*tensors):
 
 
 def _log_prob_function(original, max_bytes):
+    # Up to TRL 1.14 it gives log-probabilities and entropies, and is not asked for more.
+    chooses = "outputs" in inspect.signature(original.forward).parameters
+
     class ChunkedLogProbFunction:
         @staticmethod
         def apply(
@@ -92,7 +96,7 @@ def _log_prob_function(original, max_bytes):
             chunk_size,
             final_logit_softcapping=None,
             logit_scale=1.0,
-            outputs=OUTPUTS,
+            outputs=OUTPUTS if chooses else OUTPUTS[:1],
         ):
             softcap = 0.0 if final_logit_softcapping is None else final_logit_softcapping
             sensible = (
@@ -111,11 +115,12 @@ def _log_prob_function(original, max_bytes):
                     chunk_size,
                     final_logit_softcapping,
                     logit_scale,
-                    outputs,
+                    *([outputs] if chooses else []),
                 )
-            return _LinearLogProb.apply(
+            found = _LinearLogProb.apply(
                 hidden, weight, bias, targets, temperature, softcap, logit_scale, outputs, max_bytes
             )
+            return found if chooses else found[:2]
 
     return ChunkedLogProbFunction
 
@@ -364,7 +369,7 @@ def patch(max_bytes: int = 0) -> Report:
     try:
         import trl
     except ImportError as error:
-        raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.16") from error
+        raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.14") from error
     report = Report(f"trl {trl.__version__}")
     for name, attribute, make, by, with_triton in _PARTS:
         owner = _owner(name)

@@ -14,12 +14,14 @@ import re
 import subprocess
 import sys
 import time
-import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent))
+from pythons import pythons  # noqa: E402
+
 PAGE = ROOT / "docs" / "downstream.md"
 TORCH = re.search(r"^torch==\S+", (ROOT / "requirements.txt").read_text(), re.M)[0]
 TESTING = re.search(r"^pytest==\S+", (ROOT / "requirements.txt").read_text(), re.M)[0]
@@ -34,6 +36,7 @@ class Tool:
     alone: tuple[str, ...] = ()  # installed without what they require
     unwanted: tuple[str, ...] = ()  # distributions that are taken out again
     modules: dict[str, str] = field(default_factory=dict)  # written in their place: name -> source
+    minor: int = 0  # the first version of Python 3 that the tool takes
 
 
 TOOLS = {
@@ -54,7 +57,7 @@ TOOLS = {
         modules={"torchaudio": ""},
     ),
     "ms-swift": Tool(("downstream/test_swift.py",), ("ms-swift", "transformers", "trl", "peft")),
-    "axolotl": Tool(("downstream/test_axolotl.py",), ("axolotl", "transformers", "trl", "peft")),
+    "axolotl": Tool(("downstream/test_axolotl.py",), ("axolotl", "transformers", "trl", "peft"), minor=12),
     # It asks for an older torch.
     "oumi": Tool(("downstream/test_oumi.py",), ("oumi", "transformers", "trl", "peft"), alone=("oumi==0.9",)),
     "deepspeed": Tool(("huggingface/zero.py",), ("deepspeed", "transformers")),
@@ -87,6 +90,14 @@ def wheel():
     return max(folder.glob("libliger-*.whl"), key=lambda file: file.stat().st_mtime)
 
 
+def interpreter(minor):
+    """The Python of `make`, or where that is too old for a tool, the next one of this machine."""
+    for n, python in [(sys.version_info.minor, sys.executable), *pythons()]:
+        if n >= minor:
+            return python
+    sys.exit(f"needs Python 3.{minor}, which is neither on the path nor among pyenv's")
+
+
 def environment(name, folder, package):
     """The Python of a tool's environment, which is made where it is not there yet as it should be."""
     tool, requirements = TOOLS[name], HERE / "requirements" / f"{name}.txt"
@@ -99,7 +110,7 @@ def environment(name, folder, package):
     made = json.loads(marks.read_text()) if marks.exists() else {}
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     if made.get("tool") != wanted["tool"]:
-        venv.create(home, with_pip=True, clear=True)
+        call(interpreter(tool.minor), "-m", "venv", "--clear", home)
         call(*pip, "install", "--quiet", TORCH)
         call(*pip, "install", "--quiet", TORCH, TESTING, "-r", requirements)
         if tool.alone:
