@@ -292,29 +292,35 @@ def _after(patch_models):
     return make
 
 
-#: (module or module:class, attribute, what makes its replacement of the original, by what, whether TRL has it only
-#: where Triton is installed)
+#: What happens where TRL lacks an attribute: the report notes it; it is made, because TRL has it only where Triton is
+#: installed; or nothing, because other versions have it.
+_NOTE, _MAKE, _OTHERS = range(3)
+#: (module or module:class, attribute, what makes its replacement of the original, by what, one of the above)
 _PARTS = (
-    ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", False),
-    ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", _divergence_function, "divergence", False),
+    *(  # of TRL 1.14, whose trainers have names of their own for it
+        (f"trl.trainer.{name}_trainer", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", _OTHERS)
+        for name in ("dpo", "kto", "grpo")
+    ),
+    ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", _NOTE),
+    ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", _divergence_function, "divergence", _NOTE),
     (
         "trl.experimental.async_distillation.async_distillation_trainer",
         "_chunked_jsd_loss",
         _chunked_jsd_loss,
         "linear_log_prob",
-        False,
+        _NOTE,
     ),
-    ("trl.trainer.utils", "_use_triton", _compacts, "CPU and CUDA", False),
-    ("trl.trainer.distillation_trainer", "_use_triton", _compacts, "CPU and CUDA", False),
-    ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
-    ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", True),
-    ("trl.trainer.utils", "is_triton_available", _available, "always", False),
+    ("trl.trainer.utils", "_use_triton", _compacts, "CPU and CUDA", _NOTE),
+    ("trl.trainer.distillation_trainer", "_use_triton", _compacts, "CPU and CUDA", _NOTE),
+    ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", _NOTE),
+    ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", _MAKE),
+    ("trl.trainer.utils", "is_triton_available", _available, "always", _NOTE),
     (
         "trl.trainer.base_trainer:_BaseTrainer",
         "train",
         _after(_patch_others),
         "layers of references and teachers",
-        False,
+        _NOTE,
     ),
     *(
         (
@@ -322,12 +328,12 @@ _PARTS = (
             "_precompute_ref_logps",
             _after(_patch_reference),
             "layers",
-            False,
+            _NOTE,
         )
         for name in ("dpo", "kto")
     ),
     *(
-        (f"trl.experimental.{name}.{name}_trainer:{trainer}Trainer", "compute_loss", _compute_loss, "LazyLogits", False)
+        (f"trl.experimental.{name}.{name}_trainer:{trainer}Trainer", "compute_loss", _compute_loss, "LazyLogits", _NOTE)
         for name, trainer in dict(
             server_distillation="ServerDistillation", sdft="SDFT", sdpo="SDPO", iw_opd="IWOPD"
         ).items()
@@ -371,11 +377,12 @@ def patch(max_bytes: int = 0) -> Report:
     except ImportError as error:
         raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.14") from error
     report = Report(f"trl {trl.__version__}")
-    for name, attribute, make, by, with_triton in _PARTS:
+    for name, attribute, make, by, missing in _PARTS:
         owner = _owner(name)
         original = getattr(owner, attribute, None)
-        if original is None and not with_triton:
-            report.skip(name, attribute, "the installed TRL has none")
+        if original is None and missing != _MAKE:
+            if missing == _NOTE:
+                report.skip(name, attribute, "the installed TRL has none")
             continue
         original = getattr(original, "liger_original", original)
         report.rebind(owner, attribute, _replacement(make, original, max_bytes), name, attribute, by)

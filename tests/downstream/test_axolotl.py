@@ -190,3 +190,18 @@ def test_distillation_from_the_most_probable_classes(normalise, beta):
         results.append((loss, *torch.autograd.grad(loss, leaves)))
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * max(1, expected.abs().max().item()))
+
+
+def test_trainers_that_were_imported_before_the_patch():
+    """Those of TRL 1.14 have the fused head under names of their own."""
+    import liger_kernel.trl
+    from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer, utils
+
+    places = [m for m in (utils, dpo_trainer, grpo_trainer, kto_trainer) if hasattr(m, "_ChunkedLogProbFunction")]
+    before = [place._ChunkedLogProbFunction for place in places]
+    report = liger_kernel.trl.patch()
+    try:
+        assert {place._ChunkedLogProbFunction.liger_original for place in places} == set(before)
+    finally:
+        report.undo()
+    assert [place._ChunkedLogProbFunction for place in places] == before
