@@ -74,7 +74,7 @@ def test_a_trl_without_an_attribute_is_reported(monkeypatch):
 
 
 def test_a_trl_without_a_module_is_reported(monkeypatch):
-    monkeypatch.setattr(liger_kernel.trl, "_PARTS", (("trl.trainer.none_such", *liger_kernel.trl._PARTS[0][1:]),))
+    monkeypatch.setattr(liger_kernel.trl, "_PARTS", (("trl.trainer.none_such", *liger_kernel.trl._PARTS[-1][1:]),))
     report = liger_kernel.trl.patch()
     assert not report.replaced and [skip.switch for skip in report.skipped] == ["trl.trainer.none_such"]
 
