@@ -189,6 +189,7 @@ class Arm:
         self.synchronize()
         mark()
         first = len(losses)
+        bar.total = first + steps
         for number in range(first, first + steps):
             losses.append(self.step(length, batch, number))
             mark()
@@ -197,9 +198,9 @@ class Arm:
         pairs = zip(marks, marks[1:])
         return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairs]
 
-    def steps(self, one):
+    def steps_of(self, seconds):
         """How many steps to measure, of which one takes so many seconds."""
-        return self.job["steps"] or (1 if one > LONG else min(MOST, max(FEWEST, int(SECONDS / one))))
+        return self.job["steps"] or (1 if seconds > LONG else min(MOST, max(FEWEST, int(SECONDS / seconds))))
 
     def measure(self, length, batch):
         """The result of some steps: "seconds" is the median of "times"."""
@@ -212,12 +213,11 @@ class Arm:
         with self._bar() as bar:
             one = self.warm_up(length, batch, losses, bar)
             warm_up = time.perf_counter() - begin
-            bar.total = len(losses) + self.steps(one)
-            times = self.timed(length, batch, self.steps(one), losses, bar)
-            then = self._most(times[0])
-            if one > LONG > then and self.steps(then) > len(times):  # the first step took long to tune its kernels
-                bar.total = len(losses) + self.steps(then)
-                times = self.timed(length, batch, self.steps(then), losses, bar)
+            times = self.timed(length, batch, self.steps_of(one), losses, bar)
+            if one > LONG:  # perhaps only because kernels were tuned in it
+                steps = self.steps_of(self._most(times[0]))
+                if steps > len(times):
+                    times = self.timed(length, batch, steps, losses, bar)
         if not self.cuda:  # measuring it makes a step slower
             self.memory.start()
             self.step(length, batch, len(losses))
