@@ -273,9 +273,11 @@ def run(job, gpus, limit):
             os.killpg(processes.pid, signal.SIGKILL)
             processes.wait()
             return {"error": f"not done after {limit} s"}
-        if not Path(job["results"]).exists():
+        written = Path(job["results"])
+        result = json.loads(written.read_text()) if written.exists() else {}
+        if code and "error" not in result or not result:
             return {"error": f"ended with code {code}", "failed": True}
-        return json.loads(Path(job["results"]).read_text())
+        return result
 
 
 def in_words(key, result):

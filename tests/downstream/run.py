@@ -95,7 +95,7 @@ def interpreter(minor):
     for n, python in [(sys.version_info.minor, sys.executable), *pythons()]:
         if n >= minor:
             return python
-    sys.exit(f"needs Python 3.{minor}, which is neither on the path nor among pyenv's")
+    raise LookupError(f"it needs Python 3.{minor}, which is neither on the path nor among pyenv's")
 
 
 def environment(name, folder, package):
@@ -158,7 +158,12 @@ def main():
     failed = []
     for name in options.only:
         begin = time.time()
-        python = environment(name, options.environments, package)
+        try:
+            python = environment(name, options.environments, package)
+        except LookupError as error:
+            print(f"{name}: {error}", flush=True)
+            failed.append(name)
+            continue
         print(f"{name}: environment {time.time() - begin:.0f} s", flush=True)
         record = options.environments / f"{name}.json"
         record.unlink(missing_ok=True)
