@@ -127,7 +127,7 @@ RUNS = {
     "e2e-moe": Run("e2e-moe-{card}.json", E2E, (
         "--models qwen3-moe-4b --lengths 2048 --gpus 1 --arms plain,triton,ours {triton-liger}",
         "--models mixtral-3b --lengths 2048 --gpus 1 --arms plain,ours",
-        "--models nemotron-3-5b --lengths 2048 --gpus 1 --arms plain,ours",
+        "--models nemotron-3-5b --lengths 2048 --gpus 1 --arms plain,mamba,ours {mamba-ssm}",
     ), 10, TINY_E2E),
     "e2e-sinks": Run("e2e-sinks-{card}.json", E2E, (
         "--models gpt-oss-4b --lengths 2048 --batch 4 --gpus 1 --no-checkpointing --arms plain,ours",

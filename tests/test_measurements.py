@@ -32,6 +32,7 @@ def test_results_say_where_and_when(file):
     assert re.match(r"\d{4}-\d\d-\d\d", of.date) and of.card and of.versions["torch"]
     for commit in of.commit.split(", "):
         assert re.fullmatch(r"\([0-9a-f]{7}\)|[0-9a-f]{7}\+?", commit)
+    assert (file in provenance.RECORDED) == of.commit.startswith("("), "recorded.json is for results without a commit"
 
 
 MACHINE = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.13.0", "commit": "0123456789ab", "date": "2026-01-02"}
@@ -190,6 +191,22 @@ def test_a_new_card_gets_a_section(monkeypatch):
     assert "| llama-1b | all weights, checkpointed | 8 x 2,048 | 1,000, batch 2 | | 1,500 (1.50x) |" in text
     assert "| 8 x 4,096 | out of memory | | 1,400 |" in text and "2026-01-02 | 0123456" in text
     assert "| llama | RTX4090 | all weights, checkpointed | llama-1b | 1.50x | |" in re.sub(" +", " ", cards.gains())
+
+
+def test_a_gain_is_over_the_faster_plain_model(monkeypatch):
+    """Plain transformers with mamba-ssm counts as plain, in the gains of families and in the table of hybrids."""
+    result = lambda speed, batch: {"tokens_per_second": speed, "peak_gb": 20.0 * batch, "batch": batch}
+    rows = [
+        {"model": "nemotron-h-2b", "length": 2048, "arm": arm, "result": result(speed, batch)}
+        for arm, speed, batch in (("plain", 100.0, 2), ("mamba", 1000.0, 4), ("ours", 1250.0, 4))
+    ]
+    report = {"machine": MACHINE, "rows": rows}
+    monkeypatch.setattr(cards, "results", lambda: ["e2e-hybrids-h200.json"])
+    monkeypatch.setattr(cards, "read", lambda file: report)
+    monkeypatch.setattr(cards, "provenance", lambda file, report: provenance.provenance(file, report))
+    assert "| nemotron-h-2b | 1.25x | 100 % |" in re.sub(" +", " ", cards.gains())
+    table = re.sub(" +", " ", tables.forms(report))
+    assert "| | 1,000, 80.0 GB | 1,250, 80.0 GB (1.25x) |" in table and "| 100, 40.0 GB | | |" in table
 
 
 def test_nf4_is_compared_with_plain_in_nf4(monkeypatch):
