@@ -3,7 +3,7 @@
 import importlib
 
 from liger_kernel.operators.lazy_logits import with_lazy_heads
-from liger_kernel.transformers.patching.report import Report
+from liger_kernel.transformers.patching.report import OF_TOOLS, Report
 
 _HOME, _CLASS, _NAME = "swift.rlhf_trainers.gkd_trainer", "GKDTrainer", "compute_loss"
 
@@ -25,7 +25,7 @@ def patch(max_bytes: int = 0) -> Report:
         from swift.rlhf_trainers.utils import _ForwardRedirection
     except (ImportError, AttributeError) as error:
         raise ImportError("liger_kernel.ms_swift.patch() needs ms-swift: pip install ms-swift>=4.6") from error
-    report = Report("ms-swift")
+    report = Report("ms-swift", columns=OF_TOOLS)
     make = lambda original: with_lazy_heads(original, max_bytes, _ForwardRedirection(), _reads_few_classes)
     report.wrap(trainer, _NAME, make, _HOME, f"{_CLASS}.{_NAME}", "LazyLogits")
     return report

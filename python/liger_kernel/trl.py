@@ -18,7 +18,7 @@ from liger_kernel.operators.head import RESULTS, linear_log_prob
 from liger_kernel.operators.lazy_logits import LazyLogits, with_lazy_heads
 from liger_kernel.operators.topk_distillation import topk_divergence, topk_entropy
 from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-from liger_kernel.transformers.patching.report import Report
+from liger_kernel.transformers.patching.report import OF_TOOLS, Report
 
 #: What TRL's function can give, in its order.
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -376,7 +376,7 @@ def patch(max_bytes: int = 0) -> Report:
         import trl
     except ImportError as error:
         raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.14") from error
-    report = Report(f"trl {trl.__version__}")
+    report = Report(f"trl {trl.__version__}", columns=OF_TOOLS)
     for name, attribute, make, by, missing in _PARTS:
         owner = _owner(name)
         original = getattr(owner, attribute, None)

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.topk_distillation import linear_topk_divergence
-from liger_kernel.transformers.patching.report import Report
+from liger_kernel.transformers.patching.report import OF_TOOLS, Report
 
 _HOME, _NAME = "veomni.ops.kernels.cross_entropy", "chunk_topk_distill_function"
 
@@ -51,7 +51,7 @@ def patch(max_bytes: int = 0) -> Report:
         module = importlib.import_module(_HOME)
     except ImportError as error:
         raise ImportError("liger_kernel.veomni.patch() needs VeOmni: pip install veomni>=0.1.12") from error
-    report = Report("veomni")
+    report = Report("veomni", columns=OF_TOOLS)
     if not hasattr(module, _NAME):
         report.skip(_HOME, _NAME, "the installed VeOmni has none")
         return report

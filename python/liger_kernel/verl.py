@@ -10,7 +10,7 @@ from transformers.utils import ModelOutput
 
 from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.topk_distillation import linear_topk_divergence
-from liger_kernel.transformers.patching.report import Report
+from liger_kernel.transformers.patching.report import OF_TOOLS, Report
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _MODELS = "verl.models.transformers.monkey_patch"
@@ -151,7 +151,7 @@ def patch(max_bytes: int = 0) -> Report:
         models, head = importlib.import_module(_MODELS), importlib.import_module(_HEAD).FusedLinearForPPO
     except ImportError as error:
         raise ImportError("liger_kernel.verl.patch() needs verl: pip install verl>=0.9") from error
-    report = Report("verl")
+    report = Report("verl", columns=OF_TOOLS)
     for owner, name, make in (
         (head, "forward", _head_forward),
         (models, "patch_forward_with_backends", functools.partial(_patch_forward, max_bytes=max_bytes)),

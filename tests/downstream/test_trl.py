@@ -59,6 +59,7 @@ def test_undo_restores():
     }
     again = liger_kernel.trl.patch()
     assert state() == after and len(again.replaced) == len(report.replaced)
+    assert str(report).splitlines()[1].split()[:2] == ["attribute", "of"]
     again.undo()
     assert state() == after
     report.undo()

@@ -48,14 +48,20 @@ class _Kept:
         return _Kept, ()
 
 
+#: The columns of a report on a tool, whose attributes are replaced in modules and classes.
+OF_TOOLS = "attribute", "of"
+
+
 @dataclass
 class Report:
-    """What a patch did; `replaced` includes what an earlier patch had replaced already."""
+    """What a patch did; `replaced` includes what an earlier patch had replaced already. `columns` are the titles of
+    names and of switches in its table."""
 
     family: str
     replaced: list[Replacement] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
     edits: Edits = field(default_factory=Edits, repr=False)
+    columns: tuple[str, str] = ("module", "operator")
 
     def rebind(self, owner: Any, attribute: str, new: Any, switch: str, name: str, by: str) -> None:
         """Replace an attribute of a module or of a class, and note it."""
@@ -148,7 +154,7 @@ class Report:
 
     def __str__(self):
         rows = [
-            ("module", "operator", "replaced by"),
+            (*self.columns, "replaced by"),
             *((entry.where, entry.switch, entry.by) for entry in (*self.replaced, *self.skipped)),
         ]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
