@@ -99,7 +99,7 @@ def check_close(ours, eager, near, exact, dtype, terms, what):
     exact, ours, eager, near = exact.double(), ours.double(), eager.double(), near.double()
     assert ours.shape == exact.shape, f"{what}: shape {list(ours.shape)} instead of {list(exact.shape)}"
     info = torch.finfo(dtype)
-    known = exact.isfinite() & (exact.abs() < info.max / 2)
+    known = exact.isfinite() & (exact.abs() < info.max / 64)  # terms of larger sums may overflow on the way
     if not known.any():
         return
     error, theirs = (ours - exact).abs()[known], (eager - exact).abs()[known]
