@@ -67,7 +67,7 @@ TOOLS = {
     "automodel": Tool(
         ("downstream/test_automodel.py",), ("nemo-automodel", "transformers"), alone=("nemo-automodel==0.7.0",)
     ),
-    "megatron": Tool(("downstream/test_megatron.py",), ("megatron-core",)),
+    "megatron": Tool(("downstream/test_megatron.py",), ("megatron-core",), minor=12),
     "lightning": Tool(("downstream/test_lightning.py",), ("lightning", "transformers")),
     "sentence-transformers": Tool(
         ("downstream/test_sentence_transformers.py",), ("sentence-transformers", "transformers")
@@ -160,7 +160,7 @@ def main():
         begin = time.time()
         try:
             python = environment(name, options.environments, package)
-        except LookupError as error:
+        except (LookupError, subprocess.CalledProcessError) as error:
             print(f"{name}: {error}", flush=True)
             failed.append(name)
             continue
