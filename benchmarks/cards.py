@@ -77,7 +77,8 @@ class Row:
     @property
     def base(self) -> Run | None:
         """Plain transformers, with mamba-ssm where it is faster with it."""
-        return max(filter(None, (self.plain, self.rivals.get(RIVALS["mamba"]))), key=lambda run: run.speed, default=None)
+        runs = filter(None, (self.plain, self.rivals.get(RIVALS["mamba"])))
+        return max(runs, key=lambda run: run.speed, default=None)
 
     @property
     def family(self) -> str:
