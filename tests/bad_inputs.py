@@ -21,7 +21,7 @@ ROWS = {
     *((name, "x") for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "xielu")),
     ("attention_residuals", "blocks"),
     ("mhc_coefficients", "x"),
-    *((name, "x") for name in ("linear", "qkv", "gated_linear", "gated_mlp")),
+    *((name, "x") for name in ("linear", "qkv", "activated_linear", "gated_linear", "gated_mlp")),
     ("route", "logits"),
     ("expert_load", "logits"),
     ("delta_gates", "a"),

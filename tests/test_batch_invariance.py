@@ -35,7 +35,7 @@ PRODUCTS = {
     **_by_row("linear_log_prob", (0, 3), (101,)),
     **_by_row("fused_experts fused_experts_clamped fused_experts_ungated", (0, 3, 10), (24,)),
     **_by_row("linear", (0, 5), (24,)),
-    **_by_row("qkv gated_linear gated_mlp", (0,), (24,)),
+    **_by_row("qkv activated_linear gated_linear gated_mlp", (0,), (24,)),
 }
 
 

@@ -41,6 +41,7 @@ SHARDED = {
         ((4, 5, 16), dict(top_k=3, normalise=True, given=torch.int16), (0, 2), (0, 1)),
     ],
     "expert_load": [((4, 5, 16), None, (0,), (0, 1))],
+    "activated_linear": [((7, 6, 5), dict(biases=True), (0,), (0,))],
     "gated_linear": [((7, 6, 5), dict(biases=True), (0,), (0,))],
     "gated_mlp": [((7, 6, 5), dict(biases=True, recompute=r), (0,), (0,)) for r in (False, True)],
     "embedding": [((12, 6, 4), {}, (1,), (0,))],

@@ -225,25 +225,27 @@ def test_the_first_part_of_no_tokens():
         x, *(wide, None, None, None) * 2, down, *(None,) * 6, 1.0, 1.0, 1.0
     )
     ops.linear_finish(y, product, down, None, None, None, low, cast, None, 1.0)
-    y, low, cast, product = ops.gated_linear_start(torch.randn(0, 24), down, *(None,) * 4, 1.0)
-    ops.linear_finish(y, product, down, None, None, None, low, cast, None, 1.0)
-    assert y.shape == x.shape
+    for start, width in ((ops.gated_linear_start, 24), (ops.activated_linear_start, 12)):
+        y, low, cast, product = start(torch.randn(0, width), down, *(None,) * 4, 1.0)
+        ops.linear_finish(y, product, down, None, None, None, low, cast, None, 1.0)
+        assert y.shape == x.shape
 
 
-@pytest.mark.parametrize("op, results", [("linear", 1), ("qkv", 3), ("gated_linear", 1), ("gated_mlp", 1)])
-def test_lora_of_a_transposed_input(op, results, device):
+@pytest.mark.parametrize("op", ["linear", "qkv", "activated_linear", "gated_linear", "gated_mlp"])
+def test_lora_of_a_transposed_input(op, device):
     """The gradient of an x whose rows no single stride describes."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, 8, device=device)
     layer = [torch.randn(8, 8), None, torch.randn(2, 8), torch.randn(8, 2)]
     layer = [t if t is None else t.to(device) for t in layer]
     arguments = {"linear": (*layer, None, None, 2.0)}
+    arguments["activated_linear"] = (torch.randn(8, 8, device=device), None, None, None, None, 1.0)
     arguments["gated_linear"] = (torch.randn(8, 4, device=device), None, None, None, None, 1.0)
     arguments["qkv"] = arguments["gated_mlp"] = (*layer, *layer, *layer, None, None, None, 2.0, 2.0, 2.0)
 
     def gradient(x):
         out = as_tuple(getattr(ops, op)(x.requires_grad_(), *arguments[op]))
-        assert len(out) == results
+        assert len(out) == (3 if op == "qkv" else 1)
         return torch.autograd.grad(sum(y.square().sum() for y in out), x)[0]
 
     expected = gradient(x.transpose(0, 1).contiguous())

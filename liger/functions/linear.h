@@ -51,6 +51,17 @@ struct MLPOptions {
 at::Tensor gated_mlp(const at::Tensor& x, const AdaptedLinear& gate, const AdaptedLinear& up, const AdaptedLinear& down,
                      const MLPOptions& options = {});
 
+struct ActivatedLinearOptions {
+  Activation activation = Activation::SiLU;
+  LIGER_OPTIONS(activation)
+};
+
+/// The last layer of an MLP without a gate, whose first one makes x [..., F]:
+///   y = layer(act(x))
+/// Backward keeps x, and recomputes act(x).
+at::Tensor activated_linear(const at::Tensor& x, const AdaptedLinear& layer,
+                            const ActivatedLinearOptions& options = {});
+
 struct GatedLinearOptions {
   Activation activation = Activation::SiLU;
   double gate_multiplier = 1;  // m

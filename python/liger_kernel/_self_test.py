@@ -270,6 +270,12 @@ CHECKS = (
         ((6, 8), (12, 8), (3, 8), (12, 3)),
     ),
     Check(
+        "activated_linear",
+        lambda x, w, a, b: ops.activated_linear(x, w, None, a, b, None, 2.0),
+        lambda x, w, a, b: _adapted(F.silu(x), w, a, b),
+        ((6, 8), (12, 8), (3, 8), (12, 3)),
+    ),
+    Check(
         "gated_linear",
         lambda x, w, a, b: ops.gated_linear(x, w, None, a, b, None, 2.0),
         lambda x, w, a, b: _adapted(F.silu(x[..., :8]) * x[..., 8:], w, a, b),

@@ -101,6 +101,33 @@ def mlp_reference(x, *rest, activation="silu", by_gate=1.0, by_down=1.0, **_):
     return y * by_down if by_down != 1 else y
 
 
+def activated_linear_make(shape, options):
+    tokens, width, out = shape
+    return torch.randn(tokens, width), *layer(out, width, options)
+
+
+def activated_linear_arguments(scale=2.0, activation="silu", **options):
+    return None, scale, ACTIVATIONS[activation][0]
+
+
+def activated_linear_op(*inputs, **options):
+    return ops.activated_linear(*inputs, *activated_linear_arguments(**options))
+
+
+def activated_linear_reference(x, *rest, scale=2.0, activation="silu", **options):
+    return applied(ACTIVATIONS[activation][1](x), *rest, scale)
+
+
+def activated_linear_error(text, exception=RuntimeError, dtype=None, activation=0, **shapes):
+    sizes = {"x": (2, 6), "weight": (4, 6), "bias": (4,), "a": (3, 6), "b": (4, 3), **shapes}
+
+    def call(d):
+        x, *tensors = (torch.randn(size, device=d) for size in sizes.values())
+        return ops.activated_linear(x.to(dtype or torch.float32), *tensors, None, 1.0, activation)
+
+    return call, exception, text
+
+
 def gated_linear_make(shape, options):
     tokens, width, out = shape
     return torch.randn(tokens, 2 * width), *layer(out, width, options)
@@ -213,6 +240,32 @@ CASES = [
             qkv_error("head_dim 4 does not divide 6", 4, 2, 4),
             qkv_error("head_dim is the width of the heads", -1, 2, 4),
             qkv_error("head_dim is the width of the heads", 3, 4),
+        ],
+    ),
+    Case(
+        name="activated_linear",
+        op=activated_linear_op,
+        reference=activated_linear_reference,
+        make=activated_linear_make,
+        differentiable=tuple(range(5)),
+        shapes=SHAPES,
+        many_rows=(70000, 4, 6),
+        options=[
+            {},
+            dict(biases=True, activation="gelu_tanh"),
+            dict(rank=0, activation="relu_squared"),
+            dict(rank=0, activation="gelu_erf", biases=True),
+            dict(rank=1, scale=0.3, activation="relu_squared"),
+        ],
+        schema=lambda inputs, options: (ops.activated_linear, (*inputs, *activated_linear_arguments(**options))),
+        bench=[((8192, 12288, 3072), dict(rank=0, activation="gelu_tanh"))],
+        bench_cpu=[((1024, 4096, 1024), dict(rank=0, activation="gelu_tanh"))],
+        flops=gemms(1),
+        errors=[
+            activated_linear_error("weight must be", weight=(4, 5)),
+            activated_linear_error("a must be", a=(3, 5)),
+            activated_linear_error("activation is the number of one of", ValueError, activation=4),
+            activated_linear_error("float64", TypeError, dtype=torch.float64),
         ],
     ),
     Case(

@@ -96,6 +96,7 @@ TEST_P(Guards, Hold) {
     backward(liger::activate(x()));
     backward(liger::gated(x(), x()));
     backward(liger::gated_packed(leaf({kRows, 2 * n}, type)));
+    backward(liger::activated_linear(x(), {leaf({7, n}, type)}));
     backward(liger::gated_linear(leaf({kRows, 2 * n}, type), {leaf({7, n}, type)}));
     backward(liger::gated_mlp(x(), {leaf({7, n}, type)}, {leaf({7, n}, type)}, {leaf({n, 7}, type)}));
     const Tensor angle = at::randn({1, kRows, 2 * n}, type);

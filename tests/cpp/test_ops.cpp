@@ -59,10 +59,13 @@ TEST(Gated, EqualsTorch) {
                run([](auto& t) { return torch::gelu(t[0], "tanh") * t[1]; }, in));
   expect_close(run([](auto& t) { return liger::gated_packed(t[0]); }, {in[0]}),
                run([](auto& t) { return torch::silu(t[0].slice(1, 0, 12)) * t[0].slice(1, 12); }, {in[0]}));
-  const std::vector<Tensor> layer{in[0], torch::randn({7, 12})};
+  const std::vector<Tensor> layer{in[0], torch::randn({7, 12})}, without_gate{in[0], torch::randn({7, 24})};
   expect_close(
       run([](auto& t) { return liger::gated_linear(t[0], {t[1]}); }, layer),
       run([](auto& t) { return (torch::silu(t[0].slice(1, 0, 12)) * t[0].slice(1, 12)).mm(t[1].t()); }, layer));
+  expect_close(
+      run([](auto& t) { return liger::activated_linear(t[0], {t[1]}, {liger::Activation::GeLUErf}); }, without_gate),
+      run([](auto& t) { return torch::gelu(t[0]).mm(t[1].t()); }, without_gate));
 }
 
 TEST(Gated, Module) {

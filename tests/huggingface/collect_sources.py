@@ -113,6 +113,7 @@ WEIGHTLESS_NORMS, LAYER_NORMS = ("weightless_rms_norm",), ("float_layer_norm",)
 MLPS = (
     *("gated_mlp", "packed_gated_mlp", "granite_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp"),
     *("modernbert_mlp", "gated_mlp_with_dropout", "clamped_gated_mlp", "clamped_swish_mlp"),
+    *("ungated_mlp", "clip_mlp", "qwen3_vl_mlp", "gpt_neox_mlp"),
 )
 EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
 UNGATED_EXPERTS = ("ungated_experts",)
@@ -195,7 +196,7 @@ def branches(cls):
 def made(cls, config=CONFIG):
     """A module of a class, with an eps that counts; None where its constructor wants something else."""
     given = {"config": config, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": 48}
-    given["group_size"] = WIDTH // 2
+    given |= {"group_size": WIDTH // 2, "hidden_dim": 48, "hidden_act": "silu"}
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default in (p.empty, None) and p.kind is p.POSITIONAL_OR_KEYWORD]
     optional = {p.name for p in parameters if p.default is None}

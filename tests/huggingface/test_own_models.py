@@ -60,7 +60,7 @@ class MyMLP(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)FACTOR)
+        return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x))FACTOR)
 
 
 def rotate_half(x):

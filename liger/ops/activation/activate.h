@@ -19,6 +19,7 @@ struct ActivateBackward {
   int64_t count;
   DType dtype;
   Activation activation;
+  void* y = nullptr;  // [count]: act(x) again, where it is given; may be dy
 };
 
 inline constinit Kernel<ActivateForward> activate_forward{"activate_forward"};

@@ -21,6 +21,10 @@ LIGER_REGISTER(activate_backward, [](const ActivateBackward& a, Stream) {
         row_map(
             n, static_cast<T*>(a.dx) + begin, [](Vec dy, Vec x) { return dy * Act::template derivative<Math>(x); },
             static_cast<const T*>(a.dy) + begin, static_cast<const T*>(a.x) + begin);
+        if (a.y)
+          row_map(
+              n, static_cast<T*>(a.y) + begin, [](Vec x) { return Act::template value<Math>(x); },
+              static_cast<const T*>(a.x) + begin);
       });
     });
   });

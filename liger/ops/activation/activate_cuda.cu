@@ -25,6 +25,18 @@ __global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, RowCh
       out, in, [](const float (&x)[2], float (&dx)[1]) { dx[0] = x[1] * Act::template derivative<Math<T>>(x[0]); });
 }
 
+/// backward_kernel that also writes f(x), which may lie where dy does.
+template <class T, class Act>
+__global__ void __launch_bounds__(256) recomputing_kernel(ActivateBackward a, RowChunks<T, kBackward> chunks) {
+  await_previous();
+  const Row<T> out[] = {chunks.of(a.dx, a.count), chunks.of(a.y, a.count)},
+               in[] = {chunks.of(a.x, a.count), chunks.of(a.dy, a.count)};
+  map_packs<kBackward>(out, in, [](const float (&x)[2], float (&y)[2]) {
+    y[0] = x[1] * Act::template derivative<Math<T>>(x[0]);
+    y[1] = Act::template value<Math<T>>(x[0]);
+  });
+}
+
 /// The elements are one row.
 template <int kUnroll, class Args, class F>
 void run(const Args& a, F f) {
@@ -41,8 +53,9 @@ LIGER_REGISTER(activate_forward, [](const ActivateForward& a, Stream s) {
       a, [&]<class T, class Act>(const auto& chunks) { launch(forward_kernel<T, Act>, chunks.grid(), s, a, chunks); });
 });
 LIGER_REGISTER(activate_backward, [](const ActivateBackward& a, Stream s) {
-  run<kBackward>(
-      a, [&]<class T, class Act>(const auto& chunks) { launch(backward_kernel<T, Act>, chunks.grid(), s, a, chunks); });
+  run<kBackward>(a, [&]<class T, class Act>(const auto& chunks) {
+    launch(a.y ? recomputing_kernel<T, Act> : backward_kernel<T, Act>, chunks.grid(), s, a, chunks);
+  });
 });
 
 }  // namespace liger::cuda::activate

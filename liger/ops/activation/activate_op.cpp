@@ -1,10 +1,28 @@
-#include "liger/core/torch/operator.h"
-#include "liger/ops/activation/activate.h"
+#include "liger/ops/activation/activate_op.h"
 #include "liger/ops/activation/gated_op.h"
 #include "liger/functions/activation.h"
 
 namespace liger {
 namespace op {
+
+void activated::run_forward(const Tensor& x_, const Tensor& y, Activation activation) {
+  const Tensor x = x_.contiguous();
+  run(activate_forward, x,
+      {.x = data(x), .y = y.data_ptr(), .count = x.numel(), .dtype = dtype_of(x), .activation = activation});
+}
+
+void activated::run_backward(const Tensor& dy_, const Tensor& x_, const Tensor& dx, Activation activation,
+                             const Tensor& y) {
+  const Tensor dy = dy_.contiguous(), x = x_.contiguous();
+  run(activate_backward, x,
+      {.dy = data(dy),
+       .x = data(x),
+       .dx = dx.data_ptr(),
+       .count = x.numel(),
+       .dtype = dtype_of(x),
+       .activation = activation,
+       .y = y.defined() ? y.data_ptr() : nullptr});
+}
 
 struct Activate {
   static constexpr Name kName = "activate";
@@ -22,10 +40,7 @@ struct Activate {
     Arguments("activate", "x", in.x);
     const Activation act = gated::parse("activate", in.activation);
     const Tensor y = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
-    if (y.is_meta()) return y;
-    const Tensor x = in.x.contiguous();
-    run(activate_forward, x,
-        {.x = data(x), .y = y.data_ptr(), .count = x.numel(), .dtype = dtype_of(x), .activation = act});
+    if (!y.is_meta()) activated::run_forward(in.x, y, act);
     return y;
   }
 
@@ -34,15 +49,7 @@ struct Activate {
   static Tensor backward(const Upstream& up, const Saved& in) {
     Arguments("activate_backward", "x", in.x).like("dy", up.dy);
     const Tensor dx = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
-    if (dx.is_meta()) return dx;
-    const Tensor dy = up.dy.contiguous(), x = in.x.contiguous();
-    run(activate_backward, x,
-        {.dy = data(dy),
-         .x = data(x),
-         .dx = dx.data_ptr(),
-         .count = x.numel(),
-         .dtype = dtype_of(x),
-         .activation = gated::parse("activate", in.activation)});
+    if (!dx.is_meta()) activated::run_backward(up.dy, in.x, dx, gated::parse("activate", in.activation));
     return dx;
   }
 };

@@ -1,4 +1,4 @@
-#include "liger/ops/linear/gated_layer.h"
+#include "liger/ops/linear/activated_layer.h"
 
 namespace liger {
 namespace op::linear {
@@ -195,7 +195,7 @@ struct GatedMLP {
     Tensor dx;  // which has no memory before it is needed
     const Tensor x = matrix(in.x), dy = matrix(upstream.dy);
     const int64_t tokens = x.size(0), chunk = chunk_of(tokens, options);
-    const GatedLayerWanted of_down(wanted.dx || any(wanted.gate) || any(wanted.up), wanted.down);
+    const ActivatedWanted of_down(wanted.dx || any(wanted.gate) || any(wanted.up), wanted.down);
     const auto [gates, ups] = options.recompute ? wide(in, x, chunk) : std::array{saved.gates, saved.ups};
     overwrite = overwrite || options.recompute || !of_down.inner;
     const auto [dgates, dups] = overwrite ? std::array{gates, ups} : wide(in, x, chunk);
@@ -211,7 +211,7 @@ struct GatedMLP {
       const Tensor rows = part(x, begin, n), low = part(saved.low, begin, n), of_y = part(dy, begin, n);
       const Tensor gate = part(gates, first, n), up = part(ups, first, n);
       Tensor product = part(products, 0, n);
-      if (options.recompute && (of_down.inner || of_down.of_products)) gate_and_up(in, rows, low, adapters, gate, up);
+      if (options.recompute && (of_down.inner || of_down.of_inputs)) gate_and_up(in, rows, low, adapters, gate, up);
       const GateAndUp of{gate,       up,       overwrite ? gate : part(dgates, 0, n), overwrite ? up : part(dups, 0, n),
                          cols(gate), gate_form};
       const auto format = wanted.dx ? format_of_products(gate, of_x) : std::nullopt;  // in which dx is a product

@@ -37,7 +37,7 @@ def is_bare(module: nn.Module) -> bool:
     return not any(_GLOBAL.values())
 
 
-#: What modules of transformers call the activation that they hold, and the submodules that forwards of gated MLPs call,
+#: What modules of transformers call the activation that they hold, and the submodules that forwards of MLPs call,
 #: if only to read a parameter (torch.nn.utils.parametrize).
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 _CALLED = frozenset(
@@ -54,6 +54,12 @@ _CALLED = frozenset(
         "Wi",
         "Wo",
         "drop",
+        "fc1",
+        "fc2",
+        "linear_fc1",
+        "linear_fc2",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
         "parametrizations",
     )
 )

@@ -1,6 +1,6 @@
 """Linear layers as operators take them, and their operators (formulas in liger/ops.h): one layer, three of one input, a
-gated MLP, and the last layer of one. A layer is a matrix, perhaps in four or eight bits, perhaps with a bias and an
-adapter."""
+gated MLP, and the last layer of one, or of an MLP without a gate. A layer is a matrix, perhaps in four or eight bits,
+perhaps with a bias and an adapter."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel.operators import quantised
-from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_recorded, kernels_cover
+from liger_kernel.operators.coverage import (
+    ACTIVATION_KERNELS,
+    DENSE,
+    GATED_KERNELS,
+    is_bare,
+    is_recorded,
+    kernels_cover,
+)
 from liger_kernel.operators.eight_bit import NUMBERS, LigerLinear8bit
 from liger_kernel.operators.quantised import is_in_4_bits, weight_in_4_bits
 
@@ -172,12 +179,24 @@ def gated_linear(mlp: Any, name: str, x: Tensor, activation: int, *clamps: float
     is part of it."""
     if not kernels_cover(x, GATED_KERNELS):
         return None
+    return _last_layer("gated_linear", mlp, name, x, activation, 1.0, *clamps)
+
+
+def activated_linear(mlp: Any, name: str, x: Tensor, activation: int) -> Tensor | None:
+    """layer(act(x)) for the layer `name` of an MLP without a gate. Backward keeps x but not act(x). None where the
+    module must be called. An adapter on the layer is part of it."""
+    if not kernels_cover(x, ACTIVATION_KERNELS):
+        return None
+    return _last_layer("activated_linear", mlp, name, x, activation)
+
+
+def _last_layer(op, mlp, name, x, *options):
     layer = layer_of(mlp._modules.get(name), x)
     if layer is None or layer.dropout is not None:
         return None
     if layer.a is None and not (is_recorded(x) and getattr(mlp, "liger_whole", True)):
         return None
-    arguments, options = (*layer[:4], layer.weight_scale, layer.scale), (activation, 1.0, *clamps)
+    arguments = *layer[:4], layer.weight_scale, layer.scale
     if is_in_4_bits(layer.weight):
-        return quantised.call("gated_linear", 1, x, arguments, options)
-    return ops.gated_linear(x, *arguments, *options)
+        return quantised.call(op, 1, x, arguments, options)
+    return getattr(ops, op)(x, *arguments, *options)

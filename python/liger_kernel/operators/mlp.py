@@ -1,4 +1,4 @@
-"""Gated MLPs. A forward uses its projections alone: it is also bound to other models' modules.
+"""MLPs, with a gate or none. A forward uses its layers alone: it is also bound to other models' modules.
 
 As they are, with projections that keep their input alone for backward (formula in liger/ops.h), and a shard of tokens
 at a time, so that their activations do not grow with the sequence.
@@ -22,7 +22,7 @@ from liger_kernel.operators.activation import (
 )
 from liger_kernel.operators.common import first_derivative_only
 from liger_kernel.operators.coverage import GATED_KERNELS
-from liger_kernel.operators.linear import gated_linear, gated_mlp
+from liger_kernel.operators.linear import activated_linear, gated_linear, gated_mlp
 
 
 def limit_of(module: Any) -> float:
@@ -214,6 +214,39 @@ class LigerModernBertMLP(LigerPhi3SwiGLUMLP):
         if self.training and self.drop.p:
             return self.Wo(self.drop(run(ops.gated_packed, y, activation, 1.0, False)))
         return _after_product(self, "Wo", y, activation=activation)
+
+
+class LigerUngatedMLP(nn.Module):
+    """down_proj(act(up_proj(x))), act one of the table's activations: a forward for MLPs of transformers. Backward
+    keeps what up_proj gives, but not its activation."""
+
+    liger_operator = "activated_linear"
+    liger_layers = "up_proj", "down_proj"
+    liger_activation: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.liger_layers
+        x = getattr(self, first)(x)
+        y = activated_linear(self, last, x, self.liger_activation)
+        return getattr(self, last)(run(ops.activate, x, self.liger_activation)) if y is None else y
+
+
+class LigerUngatedMLPForCLIP(LigerUngatedMLP):
+    """fc2(act(fc1(x)))."""
+
+    liger_layers = "fc1", "fc2"
+
+
+class LigerUngatedMLPForQwen3VL(LigerUngatedMLP):
+    """linear_fc2(act(linear_fc1(x)))."""
+
+    liger_layers = "linear_fc1", "linear_fc2"
+
+
+class LigerUngatedMLPForGPTNeoX(LigerUngatedMLP):
+    """dense_4h_to_h(act(dense_h_to_4h(x)))."""
+
+    liger_layers = "dense_h_to_4h", "dense_4h_to_h"
 
 
 class LigerMLPFunction:

@@ -119,7 +119,9 @@ class _Operator(NamedTuple):
 _OPERATORS = {
     "linear": _Operator(5, weight=0, weight_scale=5, low=1, cast=2, results=3),
     "qkv": _Operator(12),
-    "gated_linear": _Operator(4, weight=0, weight_scale=4, low=1, cast=2, results=3),
+    **dict.fromkeys(
+        ("activated_linear", "gated_linear"), _Operator(4, weight=0, weight_scale=4, low=1, cast=2, results=3)
+    ),
     "gated_mlp": _Operator(12, weight=8, weight_scale=14, low=2, cast=6, results=7),
 }
 

@@ -33,6 +33,7 @@ from liger_kernel.operators.mlp import (
     LigerModernBertMLP,
     LigerPhi3SwiGLUMLP,
     LigerSwiGLUMLP,
+    LigerUngatedMLP,
 )
 from liger_kernel.transformers.patching.place import is_variant, replace_class
 from liger_kernel.transformers.patching.report import Report
@@ -212,11 +213,12 @@ _GATED_MLPS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def _layers_of_gated_mlp(module) -> list[nn.Module | None]:
-    """The layers whose adapters are part of the operator of a gated MLP of this package; none of another module."""
+def _layers_of_mlp(module) -> list[nn.Module | None]:
+    """The layers whose adapters are part of the operator of an MLP of this package; none of another module."""
     own = (cls for cls in type(module).__mro__ if cls.__module__.startswith("liger_kernel."))
     forward = next((vars(cls)["forward"] for cls in own if "forward" in vars(cls)), None)
-    return [getattr(module, name, None) for name in _GATED_MLPS.get(forward, ())]
+    names = module.liger_layers[1:] if forward is LigerUngatedMLP.forward else _GATED_MLPS.get(forward, ())
+    return [getattr(module, name, None) for name in names]
 
 
 def _is_matrix(module) -> bool:
@@ -264,7 +266,7 @@ def _casts_input(cls) -> bool | None:
 
 
 def fuse_adapters(model, report: Report) -> None:
-    """Give the LoRA layers of a model, and the gated MLPs that hold some, the forwards of this module."""
+    """Give the LoRA layers of a model, and the MLPs that hold some, the forwards of this module."""
     peft = sys.modules.get("peft.tuners.lora.layer")  # without it no model has its layers
     if peft is None:
         return
@@ -287,9 +289,10 @@ def fuse_adapters(model, report: Report) -> None:
         else:
             report.note("lora", f"{type(module.base_layer).__name__} with an adapter", "addmm", 1)
     for module in model.modules():
-        of_mlp = _layers_of_gated_mlp(module)
+        of_mlp = _layers_of_mlp(module)
         if any(is_variant(type(layer), LoRALinear) for layer in of_mlp) and all(map(_is_matrix, of_mlp)):
-            report.note("lora", "gated MLP with adapters", module.liger_operator, 1)
+            kind = "MLP" if isinstance(module, LigerUngatedMLP) else "gated MLP"
+            report.note("lora", f"{kind} with adapters", module.liger_operator, 1)
 
 
 def watch_adapters(model, report: Report) -> None:

@@ -1,1 +1,9 @@
-from liger_kernel.operators.mlp import LigerFalconH1MLP, LigerMLP, LigerMLPFunction
+from liger_kernel.operators.mlp import (
+    LigerFalconH1MLP,
+    LigerMLP,
+    LigerMLPFunction,
+    LigerUngatedMLP,
+    LigerUngatedMLPForCLIP,
+    LigerUngatedMLPForGPTNeoX,
+    LigerUngatedMLPForQwen3VL,
+)

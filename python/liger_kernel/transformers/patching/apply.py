@@ -242,7 +242,7 @@ class _Patcher:
             swap, target = targets[0]
             trial = None if is_known(target, original) else numeric.computes
             new = replacement(original, swap, target, "layers" in self.on, trial)
-            self.report.rebind(self.namespace, name, new, swap.switch, name, swap.load(target).__name__)
+            self.report.rebind(self.namespace, name, new, swap.switch, name, swap.called(swap.load(target)))
 
     def _convert(self, swaps, name):
         short, parts = name.rpartition(".")[2], tuple(swap.load(target) for swap in swaps for target in swap.targets)
@@ -251,7 +251,7 @@ class _Patcher:
             if cls is None:
                 continue
             if isinstance(module, parts):
-                self.report.note(self._switch_of(type(module), swaps), short, module._get_name(), 1)
+                self._note_again(module, swaps, short)
                 continue
             targets = self._targets(swaps, cls, module)
             fits = [
@@ -265,10 +265,13 @@ class _Patcher:
                 self.report.skip(swap.switch, name, reason)
                 continue
             made = ReplacedModule(part, swap.activations, whole="layers" in self.on)
-            self.report.convert(module, made, swap.switch, short, part.__name__, **own_attributes(module, part))
+            self.report.convert(module, made, swap.switch, short, swap.called(part), **own_attributes(module, part))
 
-    def _switch_of(self, cls, swaps):  # of the swap that has made a class of modules, in an earlier patch
-        return next(swap.switch for swap in swaps if issubclass(cls, tuple(map(swap.load, swap.targets))))
+    def _note_again(self, module, swaps, name):
+        """Note what an earlier patch has made of a module."""
+        swap = next(swap for swap in swaps if isinstance(module, tuple(map(swap.load, swap.targets))))
+        by = module.liger_operator if swap.switch == "layers" else module._get_name()
+        self.report.note(swap.switch, name, by, 1)
 
     def _convert_callers(self, swaps, name):
         """Give the modules whose forward calls a function of the family's module a forward that calls another."""

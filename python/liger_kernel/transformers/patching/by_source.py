@@ -31,6 +31,7 @@ from liger_kernel.transformers.patching.families import (
     SWIGLU,
     SWITCHES,
     UNGATED_EXPERTS,
+    UNGATED_MLP,
     VISION_ROPE,
     XIELU,
     CausalLM,
@@ -44,7 +45,7 @@ _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE
 _NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
 _OTHERS = (RELU_SQUARED | XIELU | ROUTER_LOSS | MIXERS).values()
 _EXPERTS = GPT_OSS_EXPERTS, UNGATED_EXPERTS
-_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, *_EXPERTS, ROUTER, FORGET_GATE, *_OTHERS, *_ROPES)
+_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, UNGATED_MLP, *_EXPERTS, ROUTER, FORGET_GATE, *_OTHERS, *_ROPES)
 #: The order of the switches in a row, and in the report.
 _ORDER = {switch: i for i, switch in enumerate(dict.fromkeys(swap.switch for swap in _SWAPS))}
 # The name of a class or a function -> what would stand for it if its source were known.

@@ -7,6 +7,7 @@ import difflib
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from liger_kernel.utils import warn_once
 
@@ -36,6 +37,10 @@ class Swap:
         """The class or function that replaces, the first one by default."""
         module, _, name = (target or self.targets[0]).rpartition(".")
         return getattr(importlib.import_module(f"liger_kernel.transformers.{module}"), name)
+
+    def called(self, part: Any) -> str:
+        """A report's word for what replaces: as elsewhere under `layers` the operator."""
+        return part.liger_operator if self.switch == "layers" else part.__name__
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class Family:
         if self.loss:
             used |= {"cross_entropy", "fused_linear_cross_entropy"}
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
+        names = [name for name in names if name != "layers"]  # which every family has, behind these
         if self.router or "router" in used:
             names.append("router")
         names += ["layers", "qk_norm", "masks", "attention", "mixers", "lora"]
@@ -150,7 +156,8 @@ SWITCHES = {
     "relu_squared": "the squared ReLU, and experts that have it without a gate",
     "xielu": "xIELU",
     "router": "the routers of experts, and their load-balancing loss",
-    "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
+    "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the activation of one without a gate and its "
+    "last layer; the residual sum and the norm after it",
     "qk_norm": "RMSNorm of each head of q and k, and their rotation, as one operator, where these are replaced",
     "masks": "attention masks without a search for packed sequences where no position_ids are given",
     "attention": "attention with sinks, on flash attention where a model has eager attention for it",
@@ -201,6 +208,11 @@ RELU_SQUARED = {
         "relu_squared", "relu_squared.LigerReLUSquared", deferred=True
     )
 }
+UNGATED_MLP = Swap(
+    "layers",
+    tuple(f"mlp.LigerUngatedMLP{kind}" for kind in ("", "ForCLIP", "ForQwen3VL", "ForGPTNeoX")),
+    ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "silu", "relu2"),
+)
 # Its activation may be one of these modules, which is then replaced, too.
 UNGATED_EXPERTS = Swap("relu_squared", "experts.LigerUngatedExperts", ("relu2",))
 XIELU = {"transformers.activations.XIELUActivation": Swap("xielu", "xielu.LigerXIELU", deferred=True)}
@@ -298,8 +310,7 @@ FAMILIES = {row.name: row for row in (
          keeps=r"Llama4(TextExperts|Vision\w*MLP2?)",
          loss={"Llama4ForCausalLM": CausalLM(), "Llama4ForConditionalGeneration": CausalLM("language_model.lm_head")}),
     _row("mllama", "MllamaForCausalLM MllamaForConditionalGeneration",
-         ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model"), model_types=("mllama", "mllama_text_model"),
-         keeps="MllamaVisionMLP"),
+         ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model"), model_types=("mllama", "mllama_text_model")),
     _row("llava", "LlavaForConditionalGeneration", (*_LOSSES, "model", "kwargs"), composite=True),
     _row("internvl", "InternVLForConditionalGeneration", _IV, composite=True),
     _row("smolvlm", "SmolVLMForConditionalGeneration", _IV, composite=True),
@@ -309,13 +320,13 @@ FAMILIES = {row.name: row for row in (
     _row("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", model_types=("qwen2_5_vl", "qwen2_5_vl_text"),
          tables="halves"),
     _row("qwen3_vl", "Qwen3VLForConditionalGeneration", model_types=("qwen3_vl", "qwen3_vl_text"),
-         keeps="Qwen3VLVisionMLP", tables="halves"),
+         tables="halves"),
     _mixture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
-             keeps="Qwen3VLMoeVisionMLP", tables="halves"),
+             tables="halves"),
     _row("qwen3_5", "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", model_types=("qwen3_5", "qwen3_5_text"),
-         keeps="Qwen3_5VisionMLP", tables="halves"),
+         tables="halves"),
     _mixture("qwen3_5_moe", "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
-             model_types=("qwen3_5_moe", "qwen3_5_moe_text"), keeps="Qwen3_5MoeVisionMLP", tables="halves"),
+             model_types=("qwen3_5_moe", "qwen3_5_moe_text"), tables="halves"),
     _row("glm4v", "Glm4vForConditionalGeneration", model_types=("glm4v", "glm4v_text"), tables="halves"),
     _mixture("glm4v_moe", "Glm4vMoeForConditionalGeneration", model_types=("glm4v_moe", "glm4v_moe_text"),
              tables="halves"),
@@ -342,7 +353,7 @@ FAMILIES = {row.name: row for row in (
     _row("ernie4_5", "Ernie4_5ForCausalLM"),
     _mixture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     _row("seed_oss", "SeedOssForCausalLM"),
-    _row("apertus", "ApertusForCausalLM", (*_L[:-2], "xielu", "model")),
+    _row("apertus", "ApertusForCausalLM", (*_L[:-2], "xielu", "model"), keeps="ApertusMLP"),
     _row("arcee", "ArceeForCausalLM", (*_L[:-2], "relu_squared", "model")),
     _row("cohere", "CohereForCausalLM", _LN),
     _row("cohere2", "Cohere2ForCausalLM", _LN),

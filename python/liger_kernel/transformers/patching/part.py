@@ -129,9 +129,14 @@ def _gelu(cls: Any, module: Any) -> dict[str, Any]:
 
 
 def _activation(cls: Any, module: Any) -> dict[str, Any]:
-    """The number of the activation, where that is one of SiLU and the two forms of GELU."""
-    numbers, held = (("silu", activation.SILU), ("gelu", activation.GELU_ERF)), kinds_in(module)
+    """The number of the activation; what is none of these is tanh's form of GELU."""
+    numbers = ("silu", activation.SILU), ("gelu", activation.GELU_ERF), ("relu2", activation.RELU_SQUARED)
+    held = kinds_in(module)
     return {"liger_activation": next((n for name, n in numbers if held <= kinds_of((name,))), activation.GELU_TANH)}
+
+
+def _layers_and_activation(cls: Any, module: Any) -> dict[str, Any]:
+    return {"liger_layers": cls.liger_layers, **_activation(cls, module)}
 
 
 def _dense_router(module: nn.Module, running: bool) -> str | None:
@@ -199,6 +204,7 @@ _PARTS: dict[type, Part] = {
     mlp.LigerBlockSparseTop2MLP: _MLP,
     mlp.LigerPhi3SwiGLUMLP: _MLP,
     mlp.LigerModernBertMLP: replace(_MLP, attributes=_activation),
+    mlp.LigerUngatedMLP: Part(ACTIVATION_KERNELS, attributes=_layers_and_activation),
     experts.Experts: _EXPERTS,
     experts.LigerUngatedExperts: replace(_EXPERTS, kernels=UNGATED_EXPERTS_KERNELS),
     gated_delta_rule.ForgetGate: Part(CHANNEL_GATES_KERNELS, _known_bound),
