@@ -120,6 +120,23 @@ def test_a_hook_of_the_activation_runs():
     assert_close(module(x), module.fc2(module.fc1(x).tanh()))
 
 
+def test_compiled():
+    """The compiler sees torch's activation, which it fuses and recomputes."""
+    torch.manual_seed(0)
+    module, x, seen = module_of("siglip"), torch.randn(TOKENS, HIDDEN), []
+    expected = results(module, module, x)
+    put_in(module)
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for actual, wanted in zip(results(compiled, module, x), expected):
+        assert_close(actual, wanted)
+    assert any("gelu" in target for target in seen) and not any("liger" in target for target in seen)
+
+
 @pytest.mark.parametrize("name", ["siglip", "nemotron"])
 def test_autocast(name):
     module, x = module_of(name), torch.randn(TOKENS, HIDDEN)

@@ -21,7 +21,7 @@ from liger_kernel.operators.activation import (
     activation_of,
 )
 from liger_kernel.operators.common import first_derivative_only
-from liger_kernel.operators.coverage import GATED_KERNELS
+from liger_kernel.operators.coverage import GATED_KERNELS, activations_in
 from liger_kernel.operators.linear import activated_linear, gated_linear, gated_mlp
 
 
@@ -228,7 +228,11 @@ class LigerUngatedMLP(nn.Module):
         first, last = self.liger_layers
         x = getattr(self, first)(x)
         y = activated_linear(self, last, x, self.liger_activation)
-        return getattr(self, last)(run(ops.activate, x, self.liger_activation)) if y is None else y
+        if y is not None:
+            return y
+        if torch.compiler.is_compiling():  # which fuses torch's activation, and recomputes it in backward
+            return getattr(self, last)(activations_in(self)[0](x))
+        return getattr(self, last)(run(ops.activate, x, self.liger_activation))
 
 
 class LigerUngatedMLPForCLIP(LigerUngatedMLP):
