@@ -118,16 +118,6 @@ def activated_linear_reference(x, *rest, scale=2.0, activation="silu", **options
     return applied(ACTIVATIONS[activation][1](x), *rest, scale)
 
 
-def activated_linear_error(text, exception=RuntimeError, dtype=None, activation=0, **shapes):
-    sizes = {"x": (2, 6), "weight": (4, 6), "bias": (4,), "a": (3, 6), "b": (4, 3), **shapes}
-
-    def call(d):
-        x, *tensors = (torch.randn(size, device=d) for size in sizes.values())
-        return ops.activated_linear(x.to(dtype or torch.float32), *tensors, None, 1.0, activation)
-
-    return call, exception, text
-
-
 def gated_linear_make(shape, options):
     tokens, width, out = shape
     return torch.randn(tokens, 2 * width), *layer(out, width, options)
@@ -149,14 +139,18 @@ def gated_linear_reference(x, *rest, scale=2.0, activation="silu", gate_multipli
     return applied(clamped(gate, up, **clamps) if clamps else ACTIVATIONS[activation][1](gate) * up, *rest, scale)
 
 
-def gated_linear_error(text, exception=RuntimeError, dtype=None, **shapes):
-    sizes = {"x": (2, 12), "weight": (4, 6), "bias": (4,), "a": (3, 6), "b": (4, 3), **shapes}
+def last_layer_error(op, width, text, exception=RuntimeError, dtype=None, options=(), **shapes):
+    sizes = {"x": (2, width), "weight": (4, 6), "bias": (4,), "a": (3, 6), "b": (4, 3), **shapes}
 
     def call(d):
         x, *tensors = (torch.randn(size, device=d) for size in sizes.values())
-        return ops.gated_linear(x.to(dtype or torch.float32), *tensors, None, 1.0)
+        return op(x.to(dtype or torch.float32), *tensors, None, 1.0, *options)
 
     return call, exception, text
+
+
+activated_linear_error = partial(last_layer_error, ops.activated_linear, 6)
+gated_linear_error = partial(last_layer_error, ops.gated_linear, 12)
 
 
 def mlp_rivals(inputs, options):
@@ -264,7 +258,7 @@ CASES = [
         errors=[
             activated_linear_error("weight must be", weight=(4, 5)),
             activated_linear_error("a must be", a=(3, 5)),
-            activated_linear_error("activation is the number of one of", ValueError, activation=4),
+            activated_linear_error("activation is the number of one of", ValueError, options=(4,)),
             activated_linear_error("float64", TypeError, dtype=torch.float64),
         ],
     ),

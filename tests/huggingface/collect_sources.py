@@ -112,8 +112,7 @@ GATED_NORMS = ("gated_rms_norm", "gate_first_rms_norm", "float_gated_rms_norm")
 WEIGHTLESS_NORMS, LAYER_NORMS = ("weightless_rms_norm",), ("float_layer_norm",)
 MLPS = (
     *("gated_mlp", "packed_gated_mlp", "granite_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp"),
-    *("modernbert_mlp", "gated_mlp_with_dropout", "clamped_gated_mlp", "clamped_swish_mlp"),
-    *("ungated_mlp", "clip_mlp", "qwen3_vl_mlp", "gpt_neox_mlp"),
+    *("modernbert_mlp", "gated_mlp_with_dropout", "clamped_gated_mlp", "clamped_swish_mlp", "ungated_mlp"),
 )
 EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
 UNGATED_EXPERTS = ("ungated_experts",)

@@ -16,25 +16,22 @@ __global__ void __launch_bounds__(256) forward_kernel(ActivateForward a, RowChun
   map_packs<kForward>(out, in, [](const float (&x)[1], float (&y)[1]) { y[0] = Act::template value<Math<T>>(x[0]); });
 }
 
-/// dx = dy · f'(x). As forward_kernel, with kBackward packs of both inputs.
-template <class T, class Act>
+/// dx = dy · f'(x), and with kResult f(x) again, in y. As forward_kernel, with kBackward packs of both inputs. A thread
+/// has read its dy when it writes y over that.
+template <class T, class Act, bool kResult>
 __global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, RowChunks<T, kBackward> chunks) {
   await_previous();
-  const Row<T> out[] = {chunks.of(a.dx, a.count)}, in[] = {chunks.of(a.x, a.count), chunks.of(a.dy, a.count)};
-  map_packs<kBackward>(
-      out, in, [](const float (&x)[2], float (&dx)[1]) { dx[0] = x[1] * Act::template derivative<Math<T>>(x[0]); });
-}
-
-/// backward_kernel that also writes f(x), which may lie where dy does.
-template <class T, class Act>
-__global__ void __launch_bounds__(256) recomputing_kernel(ActivateBackward a, RowChunks<T, kBackward> chunks) {
-  await_previous();
-  const Row<T> out[] = {chunks.of(a.dx, a.count), chunks.of(a.y, a.count)},
-               in[] = {chunks.of(a.x, a.count), chunks.of(a.dy, a.count)};
-  map_packs<kBackward>(out, in, [](const float (&x)[2], float (&y)[2]) {
-    y[0] = x[1] * Act::template derivative<Math<T>>(x[0]);
-    y[1] = Act::template value<Math<T>>(x[0]);
-  });
+  const auto gradient = [](const float (&x)[2]) { return x[1] * Act::template derivative<Math<T>>(x[0]); };
+  const Row<T> dx = chunks.of(a.dx, a.count), in[] = {chunks.of(a.x, a.count), chunks.of(a.dy, a.count)};
+  if constexpr (kResult) {
+    const Row<T> out[] = {dx, chunks.of(a.y, a.count)};
+    map_packs<kBackward>(out, in, [&](const float (&x)[2], float (&y)[2]) {
+      y[0] = gradient(x), y[1] = Act::template value<Math<T>>(x[0]);
+    });
+  } else {
+    const Row<T> out[] = {dx};
+    map_packs<kBackward>(out, in, [&](const float (&x)[2], float (&y)[1]) { y[0] = gradient(x); });
+  }
 }
 
 /// The elements are one row.
@@ -54,7 +51,7 @@ LIGER_REGISTER(activate_forward, [](const ActivateForward& a, Stream s) {
 });
 LIGER_REGISTER(activate_backward, [](const ActivateBackward& a, Stream s) {
   run<kBackward>(a, [&]<class T, class Act>(const auto& chunks) {
-    launch(a.y ? recomputing_kernel<T, Act> : backward_kernel<T, Act>, chunks.grid(), s, a, chunks);
+    launch(a.y ? backward_kernel<T, Act, true> : backward_kernel<T, Act, false>, chunks.grid(), s, a, chunks);
   });
 });
 

@@ -57,7 +57,7 @@ struct ActivatedLayer {
               {}};
     if (is_nothing(in.x)) {
       r.cast = Adapters<1>::empty_cast(layers, in.x);
-      r.input = at::empty_symint({sym_rows(in.x), Of::width(kName.text, in.x)}, in.x.options());
+      r.input = at::empty_symint({sym_rows(in.x), in.weight.sym_size(1)}, in.x.options());
       return r;
     }
     const Tensor x = matrix(in.x);
@@ -98,15 +98,13 @@ struct ActivatedLayer {
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted,
                                     const Options& options) {
-    static constexpr auto kBackward = qualified(kName, "_backward");  // and a prefix
-    const char* const op = kBackward.text + sizeof("liger::") - 1;
     const Inputs& in = saved.in;
-    const Arguments arguments = check(op, in);
+    const Arguments arguments = check(Of::kBackward, in);
     const Layers<1> layers = in.layers();
     arguments.shaped("dy", up.dy, with_columns(in.x, in.weight.sym_size(0)), Type::Same);
     linear::check(arguments, in, wanted.d, "");
     Adapters<1>::check(arguments, layers, in.x, "low", saved.low, "cast", saved.cast);
-    const Of of(op, options);
+    const Of of(Of::kBackward, options);
     if (is_nothing(in.x)) return {nothing(wanted.dx, in.x), nothing(wanted.d, in)};
     Gradients<Tensor> g{room(wanted.dx, in.x), {}};
     const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(g.dx) : Tensor(), input = room_for_input(in, x.size(0));
@@ -128,6 +126,7 @@ struct ActivatedLayer {
 /// act(x).
 struct OfActivation {
   static constexpr Name kName = "activated_linear";
+  static constexpr const char* kBackward = "activated_linear_backward";
   using Options = ActivatedLinearOptions;
   Activation activation;
 
@@ -145,6 +144,7 @@ struct OfActivation {
 /// act(m · gate) · up, or with clamps; gate and up are the halves of a row of x.
 struct OfGateAndUp {
   static constexpr Name kName = "gated_linear";
+  static constexpr const char* kBackward = "gated_linear_backward";
   using Options = GatedLinearOptions;
   GateForm form;
 

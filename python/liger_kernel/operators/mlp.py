@@ -216,12 +216,18 @@ class LigerModernBertMLP(LigerPhi3SwiGLUMLP):
         return _after_product(self, "Wo", y, activation=activation)
 
 
+#: The names that models give to the two layers of an MLP without a gate.
+UNGATED = (
+    ("up_proj", "down_proj"), ("fc1", "fc2"), ("linear_fc1", "linear_fc2"), ("dense_h_to_4h", "dense_4h_to_h")
+)  # fmt: skip
+
+
 class LigerUngatedMLP(nn.Module):
-    """down_proj(act(up_proj(x))), act one of the table's activations: a forward for MLPs of transformers. Backward
-    keeps what up_proj gives, but not its activation."""
+    """last(act(first(x))) for two layers with one of the pairs of names of UNGATED, act one of the table's activations:
+    a forward for MLPs of transformers. Backward keeps what the first layer gives, but not its activation."""
 
     liger_operator = "activated_linear"
-    liger_layers = "up_proj", "down_proj"
+    liger_layers: tuple[str, str]
     liger_activation: int
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,24 +239,6 @@ class LigerUngatedMLP(nn.Module):
         if torch.compiler.is_compiling():  # which fuses torch's activation, and recomputes it in backward
             return getattr(self, last)(activations_in(self)[0](x))
         return getattr(self, last)(run(ops.activate, x, self.liger_activation))
-
-
-class LigerUngatedMLPForCLIP(LigerUngatedMLP):
-    """fc2(act(fc1(x)))."""
-
-    liger_layers = "fc1", "fc2"
-
-
-class LigerUngatedMLPForQwen3VL(LigerUngatedMLP):
-    """linear_fc2(act(linear_fc1(x)))."""
-
-    liger_layers = "linear_fc1", "linear_fc2"
-
-
-class LigerUngatedMLPForGPTNeoX(LigerUngatedMLP):
-    """dense_4h_to_h(act(dense_h_to_4h(x)))."""
-
-    liger_layers = "dense_h_to_4h", "dense_4h_to_h"
 
 
 class LigerMLPFunction:

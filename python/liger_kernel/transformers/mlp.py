@@ -1,9 +1,1 @@
-from liger_kernel.operators.mlp import (
-    LigerFalconH1MLP,
-    LigerMLP,
-    LigerMLPFunction,
-    LigerUngatedMLP,
-    LigerUngatedMLPForCLIP,
-    LigerUngatedMLPForGPTNeoX,
-    LigerUngatedMLPForQwen3VL,
-)
+from liger_kernel.operators.mlp import LigerFalconH1MLP, LigerMLP, LigerMLPFunction, LigerUngatedMLP

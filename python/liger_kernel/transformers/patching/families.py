@@ -134,11 +134,10 @@ class Family:
     @property
     def switches(self) -> dict[str, bool]:
         """The boolean keywords of the family's function, in the order of its signature, with their defaults."""
-        used = {swap.switch for _, swap in self.pairs()}
+        used = {swap.switch for _, swap in self.pairs()} - {"layers"}  # which every family has, behind these
         if self.loss:
             used |= {"cross_entropy", "fused_linear_cross_entropy"}
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
-        names = [name for name in names if name != "layers"]  # which every family has, behind these
         if self.router or "router" in used:
             names.append("router")
         names += ["layers", "qk_norm", "masks", "attention", "mixers", "lora"]
@@ -209,9 +208,7 @@ RELU_SQUARED = {
     )
 }
 UNGATED_MLP = Swap(
-    "layers",
-    tuple(f"mlp.LigerUngatedMLP{kind}" for kind in ("", "ForCLIP", "ForQwen3VL", "ForGPTNeoX")),
-    ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "silu", "relu2"),
+    "layers", "mlp.LigerUngatedMLP", ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "silu", "relu2")
 )
 # Its activation may be one of these modules, which is then replaced, too.
 UNGATED_EXPERTS = Swap("relu_squared", "experts.LigerUngatedExperts", ("relu2",))

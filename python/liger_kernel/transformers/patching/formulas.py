@@ -74,11 +74,8 @@ FORMULAS = {
     "scaled_gated_mlp": Formula(("swiglu.LigerFalconH1SwiGLUMLP",)),
     "modernbert_mlp": Formula(("swiglu.LigerModernBertMLP",)),
     "gated_mlp_with_dropout": Formula(("swiglu.LigerSeedOssSwiGLUMLP",)),
-    # without a gate: up_proj, down_proj; fc1, fc2; linear_fc1, linear_fc2; dense_h_to_4h, dense_4h_to_h
+    # without a gate, with any of the names of UNGATED
     "ungated_mlp": Formula(("mlp.LigerUngatedMLP",)),
-    "clip_mlp": Formula(("mlp.LigerUngatedMLPForCLIP",)),
-    "qwen3_vl_mlp": Formula(("mlp.LigerUngatedMLPForQwen3VL",)),
-    "gpt_neox_mlp": Formula(("mlp.LigerUngatedMLPForGPTNeoX",)),
     # gate and up clamped; gate · σ(alpha · gate) · (up + 1) of them
     "clamped_gated_mlp": Formula(("swiglu.LigerClampedSwiGLUMLP",)),
     "clamped_swish_mlp": Formula(("swiglu.LigerClampedSwishMLP",)),

@@ -136,7 +136,8 @@ def _activation(cls: Any, module: Any) -> dict[str, Any]:
 
 
 def _layers_and_activation(cls: Any, module: Any) -> dict[str, Any]:
-    return {"liger_layers": cls.liger_layers, **_activation(cls, module)}
+    names = next((names for names in mlp.UNGATED if all(hasattr(module, name) for name in names)), mlp.UNGATED[0])
+    return {"liger_layers": names, **_activation(cls, module)}
 
 
 def _dense_router(module: nn.Module, running: bool) -> str | None:
